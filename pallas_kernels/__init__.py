@@ -1,0 +1,12 @@
+"""Kernels for decoding over long KV caches: one op per folder, each with a plain-jnp reference and a GPU kernel.
+
+Letters used throughout: B batch, T query rows, S cache capacity, M index-buffer width, N query heads, K kv heads,
+G = N / K, H head dim. Query head n reads kv head n // G. A cache row is visible to a query iff 0 <= row <= position.
+"""
+
+from pallas_kernels.attention_scores import attention_scores
+from pallas_kernels.cached_attention import cached_attention
+from pallas_kernels.row_selection import row_selection
+from pallas_kernels.sparse_attention import sparse_attention
+
+__all__ = ["attention_scores", "cached_attention", "row_selection", "sparse_attention"]

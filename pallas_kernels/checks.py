@@ -1,0 +1,47 @@
+"""Shape and dtype checks shared by the ops. Each raises ValueError with the name, what it is and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def shape(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str) -> None:
+    """Checks rank and sizes; None in `expected` accepts any size of at least 1."""
+    got = tuple(array.shape)
+    fits = len(got) == len(expected) and all(n >= 1 if e is None else n == e for n, e in zip(got, expected))
+    if not fits:
+        wanted = ", ".join("any >= 1" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name} has shape {got}; it must be {meaning}, here [{wanted}]")
+
+
+def dtype(name: str, array: jax.Array, allowed: Sequence[jnp.dtype]) -> None:
+    if array.dtype not in [jnp.dtype(d) for d in allowed]:
+        names = ", ".join(jnp.dtype(d).name for d in allowed)
+        raise ValueError(f"{name} has dtype {array.dtype}; allowed: {names}")
+
+
+def int32(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str) -> None:
+    shape(name, array, expected, meaning)
+    dtype(name, array, (jnp.int32,))
+
+
+def attention_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Checks q [B,T,N,H] against k and v [B,S,K,H]: one float dtype, N a multiple of K."""
+    query_and_keys(q, k, "[B,T,N,H]")
+    shape("v", v, k.shape, "[B,S,K,H] like k")
+    dtype("v", v, (q.dtype,))
+
+
+def query_and_keys(q: jax.Array, k: jax.Array, q_meaning: str) -> None:
+    shape("q", q, (None,) * 4, q_meaning)
+    dtype("q", q, FLOATS)
+    batch, _, heads, head_dim = q.shape
+    shape("k", k, (batch, None, None, head_dim), "[B,S,K,H] with q's B and H")
+    dtype("k", k, (q.dtype,))
+    if heads % k.shape[2]:
+        raise ValueError(f"q has {heads} heads and k has {k.shape[2]}; q's must be a multiple of k's")

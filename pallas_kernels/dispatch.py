@@ -1,0 +1,41 @@
+"""The one place that looks at the platform."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+
+BACKENDS = ("pallas", "xla", "interpret")
+
+_override: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_kernels_backend", default=None)
+
+
+def default_backend() -> str:
+    """Returns 'pallas' where the default device is an NVIDIA GPU, else 'xla'."""
+    return _override.get() or ("pallas" if jax.default_backend() == "gpu" else "xla")
+
+
+def resolve(backend: str | None) -> str:
+    """Returns `backend`, or the default for None; raises ValueError for an unknown name."""
+    if backend is None:
+        return default_backend()
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed are None, " + ", ".join(map(repr, BACKENDS)))
+    return backend
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Makes `backend` the default inside the block.
+
+    For programs compiled on one platform for another, where the default device says nothing about the target. The
+    choice is read while tracing, so a function that is already traced keeps the one it was traced with.
+    """
+    token = _override.set(resolve(backend))
+    try:
+        yield
+    finally:
+        _override.reset(token)

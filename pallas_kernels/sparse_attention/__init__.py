@@ -1,0 +1,61 @@
+"""Attention of T query rows over a listed subset of the cache."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import checks, dispatch
+
+
+def sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: jax.Array,
+    start: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    window: int = 0,
+    scale: float,
+    backend: str | None = None,
+) -> jax.Array:
+    """Attends from T consecutive positions to the cache rows in `rows` and, with `valid`, to every row from there on.
+
+    Query t of batch row b stands at position start[b] + t. It sees a listed row iff 0 <= row <= start[b] + t, and with
+    `valid` also rows valid[b] .. start[b] + t. Rows outside those change nothing, whatever they hold. A query that
+    sees no row gives zeros.
+
+    Args:
+      q: [B, T, N, H], float32, bfloat16 or float16.
+      k: [B, S, K, H] of q's dtype; N is a multiple of K and query head n reads kv head n // (N // K).
+      v: [B, S, K, H] of q's dtype.
+      rows: int32 [B, M], cache rows shared by all heads; negative entries are padding. No row twice, and with `valid`
+        none at or past valid[b]: a row that occurs twice counts twice.
+      start: int32 [B], position of query 0.
+      valid: int32 [B], first of the recent rows, or None for no recent rows.
+      window: static bound on the number of recent rows: start[b] + T - valid[b] <= window for every b. Rows past the
+        bound are not read. Required with `valid`, and 0 without.
+      scale: factor on the logits.
+      backend: 'pallas' (GPU kernel), 'interpret' (the same kernel, interpreted), 'xla' (plain jnp), or None for the
+        platform's own.
+
+    Returns:
+      [B, T, N, H] of q's dtype.
+
+    Raises:
+      ValueError: a shape, dtype or option other than the above; a head dim above 256 with a kernel backend.
+    """
+    backend = dispatch.resolve(backend)
+    checks.attention_operands(q, k, v)
+    checks.int32("rows", rows, (q.shape[0], None), "[B,M]")
+    checks.int32("start", start, (q.shape[0],), "[B]")
+    if valid is not None:
+        checks.int32("valid", valid, (q.shape[0],), "[B]")
+        if window < 1:
+            raise ValueError(f"window is {window}; with valid it must be at least 1, the most rows past valid")
+    elif window != 0:
+        raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
+
+    from pallas_kernels.sparse_attention import reference
+
+    return reference.sparse_attention(q, k, v, rows, start, valid=valid, window=window, scale=scale)
