@@ -1,0 +1,1 @@
+"""Fast long-context decoding of Hugging Face checkpoints in JAX."""
