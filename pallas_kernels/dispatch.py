@@ -39,3 +39,11 @@ def use_backend(backend: str) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def prefill_rows(backend: str | None) -> int:
+    """Query rows per prefill chunk, over the whole batch.
+
+    The GPU's matrix units want thousands; the reference attention materialises rows x cache logits, so it gets fewer.
+    """
+    return 8192 if resolve(backend) == "pallas" else 512

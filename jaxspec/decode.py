@@ -1,0 +1,210 @@
+"""The only loop: prefill, then rounds of draft, verify, accept, commit, observe. It never asks which method it runs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.acceptance import accept
+from jaxspec.methods.base import Method, Models
+from jaxspec.methods.plain import Plain
+from jaxspec.models.decoder import Decoder, init_cache
+from jaxspec.requests import Request, check_request
+from jaxspec.sampling import Sampling
+from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, Output, Params, Stats
+from pallas_kernels.dispatch import prefill_rows
+
+
+def generate(
+    model: Decoder,
+    params: Params,
+    prompt: Array,
+    prompt_length: Array,
+    key: Array,
+    *,
+    method: Method = Plain(),
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+    draft_params: Params | None = None,
+    logprobs: bool = False,
+) -> Output:
+    """Generates up to `max_new_tokens` tokens after each prompt, wholly on the device, as one jitted program.
+
+    It may be called under the caller's own jit. Each row's result depends on its own prompt and key only.
+
+    Args:
+        model: the target model.
+        params: its parameters; their dtype is the dtype of the computation and of the cache.
+        prompt: int32 [B, P], right-padded; what stands behind a row's length does not matter. Outside jit it is
+            padded to one of a few widths, so that prompts of any length share a bounded number of compilations.
+        prompt_length: int32 [B], tokens in each row, at least 1.
+        key: a PRNG key, from which row b takes `fold_in(key, b)`, or one key per row [B].
+        method: how to draft and verify.
+        sampling: how tokens are drawn; greedy by default.
+        max_new_tokens: static.
+        eos_ids: ids that end a row; the id itself is the row's last token.
+        pad_id: fills `tokens` behind each row's end.
+        draft_params: parameters of the method's draft model, if it has one.
+        logprobs: also return the log-probability of every token under the target's unfiltered logits.
+
+    Returns:
+        `Output`. A row whose logits hold a NaN ends with `Finish.NAN` before that token; others are untouched.
+
+    Raises:
+        ValueError: before anything is computed, for wrong shapes or dtypes, and for wrong values (empty prompts, ids
+            outside the vocabulary, more positions than the model has, impossible sampling) where they are concrete.
+            Under tracing a row with wrong values returns length 0 and `Finish.INVALID` instead.
+    """
+    request = check_request(
+        model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, pad_id, draft_params
+    )
+    models = Models(model, params, draft_params)
+    return _generate(models, request, method, max_new_tokens, logprobs)
+
+
+@partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs"))
+def _generate(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> Output:
+    state = prefill(models, request, method, max_new_tokens, logprobs)
+    state = jax.lax.while_loop(
+        lambda state: jnp.any(state.finish == Finish.RUNNING),
+        lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
+        state,
+    )
+    return finish_output(state, request, max_new_tokens)
+
+
+def prefill(
+    models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool = False
+) -> DecodeState:
+    """Runs the prompts and samples each row's first token.
+
+    The prompt goes through in chunks. Its last token then takes one ordinary forward of its own, which gives logits,
+    scores and queries at each row's own end however ragged the prompts are.
+    """
+    config, g = models.target.config, method.max_draft
+    batch, width = request.prompt.shape
+    dtype = models.params["embedding"].dtype
+    capacity = -(-(width + max_new_tokens + g + 1) // 128) * 128
+    cache = init_cache(config, batch, capacity, dtype)
+
+    limit = max(prefill_rows(models.target.backend) // batch, 1)
+    num_chunks = next(n for n in range(-(-width // limit), width + 1) if width % n == 0)
+    chunk = width // num_chunks
+
+    def run_chunk(i, cache):
+        tokens = jax.lax.dynamic_slice_in_dim(request.prompt, i * chunk, chunk, axis=1)
+        return models.forward(tokens, cache, i * chunk).cache
+
+    # the last token's row is written by its own forward, so chunks need to cover the tokens before it only
+    needed = (jnp.max(request.prompt_length) - 1 + chunk - 1) // chunk
+    cache = jax.lax.fori_loop(0, needed, run_chunk, cache)
+
+    last = jnp.take_along_axis(request.prompt, request.prompt_length[:, None] - 1, axis=1)
+    zeros = jnp.zeros(batch, jnp.int32)
+    trace = jnp.zeros((batch, max_new_tokens), jnp.int16)
+    columns = max_new_tokens + g + 1
+    state = DecodeState(
+        tokens=jnp.zeros((batch, columns), jnp.int32),
+        num_tokens=zeros,
+        length=request.prompt_length - 1,
+        last_token=last[:, 0],
+        finish=jnp.where(request.valid, Finish.RUNNING, Finish.INVALID).astype(jnp.int8),
+        cache=cache,
+        method_state=(),
+        keys=request.keys,
+        round=jnp.int32(0),
+        stats=Stats(zeros, zeros, trace, trace),
+        logprobs=jnp.zeros((batch, columns), jnp.float32) if logprobs else None,
+    )
+    out = models.forward(last, cache, state.length, collect=method.prefill_collect(zeros))
+    empty = Draft(jnp.zeros((batch, 0), jnp.int32), zeros, None)
+    keys = _round_keys(state)
+    state, *_ = _commit(state.replace(cache=out.cache), empty, out, keys, request, max_new_tokens, is_round=False)
+    return state.replace(method_state=method.init(models, request.prompt, request.prompt_length, out))
+
+
+def decode_step(
+    models: Models, state: DecodeState, request: Request, method: Method, max_new_tokens: int
+) -> tuple[DecodeState, Array, Array]:
+    """One round: draft, verify, accept, commit, observe. Rows that have ended keep their state.
+
+    Returns:
+        The new state, and what the round emitted: tokens int32 [B, g+1], of which the first count int32 [B] are valid.
+    """
+    keys = _round_keys(state)
+    draft_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
+    draft, cache, method_state = method.draft(models, state, request.sampling, draft_keys)
+    state = state.replace(cache=cache, method_state=method_state)
+    out = method.verify(models, state, draft)
+    length = state.length
+    state, verdict, tokens, count = _commit(
+        state.replace(cache=out.cache), draft, out, keys, request, max_new_tokens, is_round=True
+    )
+    method_state = method.observe(state.method_state, out, draft, verdict, length)
+    return state.replace(method_state=method_state), tokens, count
+
+
+def finish_output(state: DecodeState, request: Request, max_new_tokens: int) -> Output:
+    """What `generate` returns, of a finished state."""
+    valid = jnp.arange(max_new_tokens) < state.num_tokens[:, None]
+    tokens = jnp.where(valid, state.tokens[:, :max_new_tokens], request.pad_id)
+    logprobs = None if state.logprobs is None else jnp.where(valid, state.logprobs[:, :max_new_tokens], 0)
+    return Output(tokens, state.num_tokens, state.finish, state.stats, logprobs)
+
+
+def _round_keys(state: DecodeState) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.round)
+
+
+def _commit(state, draft, out: ForwardOut, keys, request: Request, max_new_tokens: int, *, is_round: bool):
+    """Accepts, applies the stop rules, and advances the rows that are active. Returns state, verdict, tokens, count."""
+    g = draft.tokens.shape[1]
+    slot = jnp.arange(g + 1)
+    active = state.finish == Finish.RUNNING
+    accept_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
+    verdict = accept(draft, out.logits, request.sampling, accept_keys)
+    proposed = verdict.num_accepted[:, None]
+    tokens = jnp.where(slot < proposed, jnp.pad(draft.tokens, ((0, 0), (0, 1))), verdict.next_token[:, None])
+
+    read = slot <= draft.count[:, None]
+    has_nan = jnp.any(jnp.any(jnp.isnan(out.logits), axis=-1) & read, axis=1)
+    is_eos = jnp.any(tokens[..., None] == request.eos_ids, axis=-1) & (slot <= proposed)
+    stop_at = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1), g + 1)
+    count = jnp.minimum(jnp.minimum(verdict.num_accepted, stop_at) + 1, max_new_tokens - state.num_tokens)
+    count = jnp.where(active & ~has_nan, count, 0).astype(jnp.int32)
+    finish = jnp.select(
+        [~active, has_nan, stop_at < count, state.num_tokens + count >= max_new_tokens],
+        [state.finish, jnp.int8(Finish.NAN), jnp.int8(Finish.EOS), jnp.int8(Finish.LENGTH)],
+        jnp.int8(Finish.RUNNING),
+    )
+
+    def append(buffer, values):
+        # columns behind num_tokens are scratch, so the whole block can be written whatever its count is
+        return jax.vmap(lambda b, v, i: jax.lax.dynamic_update_slice(b, v, (i,)))(buffer, values, state.num_tokens)
+
+    logprobs = state.logprobs
+    if logprobs is not None:
+        token_logits = jnp.take_along_axis(out.logits, tokens[..., None], axis=-1)[..., 0]
+        logprobs = append(logprobs, token_logits - jax.nn.logsumexp(out.logits, axis=-1))
+    stats = state.stats
+    if is_round:
+        at = jnp.arange(active.shape[0]), jnp.where(active, stats.rounds, max_new_tokens)
+        stats = Stats(
+            rounds=stats.rounds + active,
+            emitted=stats.emitted + count,
+            drafted=stats.drafted.at[at].set(draft.count.astype(jnp.int16), mode="drop"),
+            accepted=stats.accepted.at[at].set(verdict.num_accepted.astype(jnp.int16), mode="drop"),
+        )
+    state = state.replace(
+        tokens=append(state.tokens, tokens),
+        num_tokens=state.num_tokens + count,
+        length=state.length + count,
+        last_token=jnp.where(active, verdict.next_token, state.last_token),
+        finish=finish,
+        round=state.round + 1,
+        stats=stats,
+        logprobs=logprobs,
+    )
+    return state, verdict, tokens, count
