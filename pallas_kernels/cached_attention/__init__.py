@@ -58,8 +58,11 @@ def cached_attention(
     if per_row and scored_rows is None:
         raise ValueError("per_row is set without scored_rows; name the rows whose scores are wanted")
 
-    from pallas_kernels.cached_attention import reference
+    options = {"scale": scale, "scored_rows": scored_rows, "score_mode": score_mode, "per_row": per_row}
+    if backend == "xla":
+        from pallas_kernels.cached_attention import reference
 
-    return reference.cached_attention(
-        q, k, v, start, scale=scale, scored_rows=scored_rows, score_mode=score_mode, per_row=per_row
-    )
+        return reference.cached_attention(q, k, v, start, **options)
+    from pallas_kernels.cached_attention import triton
+
+    return triton.cached_attention(q, k, v, start, **options, interpret=backend == "interpret")
