@@ -44,7 +44,8 @@ def cast_into(out: np.ndarray, values: np.ndarray, name: str) -> None:
     if _all_finite(out):
         return
     if _all_finite(values):
-        raise ConversionError(f"{name}: values up to {np.abs(values.astype(np.float32)).max():.4g} overflow {out.dtype}")
+        largest = np.abs(values.astype(np.float64)).max()
+        raise ConversionError(f"{name}: values up to {largest:.4g} overflow {out.dtype}")
     raise ConversionError(f"{name}: contains NaN or infinite values")
 
 

@@ -120,7 +120,7 @@ def _head_dim(file: GGUFFile, arch: str, values: dict[str, Any], config: dict[st
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = _integer(file, arch, values, "attention.key_length", default=max(1, hidden // heads))
     if "attention.key_length" not in values and hidden % heads:
-        raise ConversionError(f"{file.path}: {hidden} channels do not divide into {heads} heads and no key_length is given")
+        raise ConversionError(f"{file.path}: {hidden} channels do not divide into {heads} heads")
     for key in ("attention.value_length", "rope.dimension_count"):
         if values.get(key, head_dim) != head_dim:
             raise ConversionError(f"{file.path}: {arch}.{key} is {values[key]}, the heads have {head_dim} dimensions")
@@ -141,7 +141,7 @@ def _rope_scaling(file: GGUFFile, arch: str, values: dict[str, Any], config: dic
         return {"rope_type": "linear", "factor": factor} if factor != 1 else None
     if kind != "yarn":
         raise ConversionError(
-            f"{file.path}: {arch}.rope.scaling.type = {str(kind)[:40]!r} is not supported; supported: none, linear, yarn"
+            f"{file.path}: {arch}.rope.scaling.type = {str(kind)[:40]!r}; supported: none, linear, yarn"
         )
     original = _integer(file, arch, values, "rope.scaling.original_context_length")
     scaling: dict[str, Any] = {
@@ -162,8 +162,8 @@ def _rope_scaling(file: GGUFFile, arch: str, values: dict[str, Any], config: dic
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """Finds the parameters of Llama 3.1's rule whose factors are those stored, and proves it.
 
-    The rule depends on low_freq_factor and high_freq_factor over the original context only, so one of the three is free;
-    every published model has low 1, high 4 and 8192 positions.
+    The rule depends on low_freq_factor and high_freq_factor over the original context only, so one of the three is
+    free; every published model has low 1, high 4 and 8192 positions.
     """
     factors = file.read(ROPE_FACTORS, np.dtype(np.float32)).astype(np.float64).reshape(-1)
     half = config["head_dim"] // 2

@@ -198,14 +198,12 @@ def _place(
         where = f"{reader.path}: tensor {name!r}"
         type_name = known.get(kind, f"number {kind}")
         if type_name not in PLAIN_TYPES + BLOCK_TYPES:
-            raise ConversionError(
-                f"{where} has type {type_name}, which is not supported; supported: {', '.join(PLAIN_TYPES + BLOCK_TYPES)}"
-            )
+            raise ConversionError(f"{where} has type {type_name}; supported: {', '.join(PLAIN_TYPES + BLOCK_TYPES)}")
         if name in tensors:
             raise ConversionError(f"{reader.path}: duplicate tensor {name}")
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
         if shape[-1] % block:
-            raise ConversionError(f"{where}: rows of {shape[-1]} values do not divide into {type_name} blocks of {block}")
+            raise ConversionError(f"{where}: rows of {shape[-1]} do not divide into {type_name} blocks of {block}")
         num_bytes = block_bytes
         for dimension in (*shape[:-1], shape[-1] // block):
             num_bytes *= dimension

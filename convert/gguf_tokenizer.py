@@ -112,8 +112,9 @@ def build_tokenizer(file: GGUFFile) -> "Tokenizer":
         bos = token_id(file, "bos")
         if bos is None:
             raise ConversionError(f"{file.path}: texts start with BOS, but tokenizer.ggml.bos_token_id is missing")
+        first = tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]}:1 $B:1", special_tokens=[(tokens[bos], bos)]
+            single=[first, "$A"], pair=[first, "$A", f"{first}:1", "$B:1"], special_tokens=[(first, bos)]
         )
     if _flag(file, "add_eos_token", False) or _flag(file, "add_space_prefix", False):
         raise ConversionError(f"{file.path}: add_eos_token and add_space_prefix are not supported for byte-level BPE")
@@ -189,7 +190,7 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
         raise ConversionError(f"{file.path}: the vocabulary holds a token twice")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None and len(tokens) > embedding.shape[0]:
-        raise ConversionError(f"{file.path}: {len(tokens)} tokens, but only {embedding.shape[0]} rows of token_embd.weight")
+        raise ConversionError(f"{file.path}: {len(tokens)} tokens for {embedding.shape[0]} embedding rows")
     types = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(type(t) is int for t in types):
         raise ConversionError(f"{file.path}: tokenizer.ggml.token_type does not match the {len(tokens)} tokens")

@@ -5,7 +5,6 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -128,7 +127,7 @@ class HFDirectory(Source):
             raise ConversionError(f"{self.directory / INDEX}: weight_map is missing or empty")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise ConversionError(f"{self.directory / INDEX}: {name!r} lies in {str(file)[:80]!r}, not a shard's name")
+                raise ConversionError(f"{self.directory / INDEX}: {name!r} is in {str(file)[:80]!r}, no shard's name")
         self._weight_map: dict[str, str] = weight_map
         wanted = sorted(set(weight_map.values()))
         if missing := [name for name in wanted if name not in present]:
@@ -193,5 +192,3 @@ def check_tokenizer_json(path: Path) -> None:
 
 def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-

@@ -37,7 +37,7 @@ def download(hub_id: str) -> HFDirectory:
             match["repo"], revision=match["revision"], allow_patterns=[*_PATTERNS, *TOKENIZER_FILES]
         )
     except GatedRepoError as error:
-        raise ConversionError(f"{hub_id}: access must be granted on the hub first; then log in: hf auth login") from error
+        raise ConversionError(f"{hub_id}: access must be granted on the hub first (then: hf auth login)") from error
     except RevisionNotFoundError as error:
         raise ConversionError(f"{hub_id}: no such revision on the hub") from error
     except RepositoryNotFoundError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -30,7 +30,10 @@ from jaxspec.checkpoint import (
     is_checkpoint,
     read_generation_config,
 )
-from jaxspec.models import ModelConfig, config_from_hf
+from jaxspec.models import config_from_hf
+
+if TYPE_CHECKING:
+    from convert.check import CheckRow
 
 CHUNK_BYTES = 64 << 20  # of one array on disk: bounds what encoding it copies
 
@@ -50,6 +53,7 @@ class Report:
         num_parameters: their elements in all.
         tokenizer: the tokenizer's files.
         checks: what has been verified, in words.
+        check: the comparison with transformers, row by row; empty unless asked for.
         seconds: the conversion's wall time, checks excluded.
     """
 
@@ -64,6 +68,7 @@ class Report:
     tokenizer: list[str]
     checks: list[str]
     seconds: float
+    check: list["CheckRow"] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
     versions: dict[str, str] = field(
         default_factory=lambda: {name: version(name) for name in ("jax", "orbax-checkpoint", "numpy")}
@@ -92,7 +97,8 @@ def convert(
         progress: show a progress bar on stderr.
 
     Raises:
-        ConversionError: a source or destination that cannot be used, or a failed check; nothing is written then.
+        ConversionError: a source or destination that cannot be used; nothing is written then.
+        CheckFailed: the check failed; nothing is written then either.
     """
     dst = Path(dst).expanduser().resolve()
     if dst.exists() and not is_checkpoint(dst) and not (dst.is_dir() and not any(dst.iterdir())):
@@ -139,17 +145,17 @@ def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: b
         )
         write_object(directory / REPORT, asdict(report))
         if check:
-            _run_checks(source, config, directory, report)
+            _check(source, directory, report)
     return report
 
 
-def _run_checks(source: Source, config: ModelConfig, directory: Path, report: Report) -> None:
-    from convert.check import check_conversion
+def _check(source: Source, directory: Path, report: Report) -> None:
+    from convert.check import CheckFailed, check_conversion
 
-    result = check_conversion(source, config, directory)
-    if not result.passed:
-        raise ConversionError(f"{source.origin}: the converted model differs from transformers: {result.failures()}")
-    report.checks += result.summary()
+    report.check = check_conversion(source, directory)
+    if not all(row.passed for row in report.check):
+        raise CheckFailed(source.origin, report.check)
+    report.checks.append("equal to transformers on real text, see 'check'")
     write_object(directory / REPORT, asdict(report))
 
 
@@ -163,9 +169,7 @@ class _Leaf:
         self.ndim = len(leaf.shape)
 
 
-def _write_params(
-    directory: Path, source: Source, leaves: list[PlannedLeaf], dtype: np.dtype, progress: bool
-) -> None:
+def _write_params(directory: Path, source: Source, leaves: list[PlannedLeaf], dtype: np.dtype, progress: bool) -> None:
     import orbax.checkpoint as ocp
 
     class LeafHandler(ocp.type_handlers.NumpyHandler):
@@ -197,7 +201,12 @@ def _write_params(
         ocp.Checkpointer(handler) as checkpointer,
     ):
         save_args = _map_leaves(tree, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
-        checkpointer.save(directory, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        try:
+            checkpointer.save(directory, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+        except (ConversionError, OSError):
+            raise
+        except Exception as error:  # Orbax and TensorStore raise whatever their layers raise
+            raise ConversionError(f"cannot write {directory}: {str(error)[:300]}") from error
 
 
 def _build(source: Source, leaf: PlannedLeaf, dtype: np.dtype) -> np.ndarray:

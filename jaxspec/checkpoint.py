@@ -66,9 +66,9 @@ def load(path: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any =
 
     Args:
         path: a converted checkpoint, a Hugging Face directory, a hub id or a GGUF file.
-        mesh: places the parameters on its devices, however many the checkpoint was saved from. Attention leaves are split
-            by kv heads and MLP leaves by columns over the axis 'model' (else the last one) where the axis divides them;
-            the others are replicated. None: the default device.
+        mesh: places the parameters on its devices, however many the checkpoint was saved from. Attention leaves are
+            split by kv heads and MLP leaves by columns over the axis 'model' (else the last one) where that divides
+            them; the others are replicated. None: the default device.
         dtype: 'float32', 'bfloat16' or 'float16'; default: as stored.
 
     Raises:
@@ -223,7 +223,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     record = read_object(path)
     if record.get("format_version") != FORMAT_VERSION:
         raise ConversionError(
-            f"{path}: format version {record.get('format_version')!r}, this version reads {FORMAT_VERSION}; convert again"
+            f"{path}: format version {record.get('format_version')!r} instead of {FORMAT_VERSION}; convert again"
         )
     hf_config = record.get("hf_config")
     try:
@@ -260,10 +260,14 @@ def _check_leaves(metadata: Any, expected: Any, directory: Path) -> None:
     }
     if found != wanted:
         differing = sorted("/".join(map(str, path)) for path, _ in found.items() ^ wanted.items())
-        raise ConversionError(f"{directory}: damaged checkpoint: leaves missing, left over or mis-shaped: {differing[:8]}")
+        raise ConversionError(
+            f"{directory}: damaged checkpoint: leaves missing, left over or mis-shaped: {differing[:8]}"
+        )
 
 
 def _check_finite(params: Params, target: Any) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not bool(jnp.isfinite(leaf).all()):
-            raise ConversionError(f"{jax.tree_util.keystr(path)}: values overflow {target}; load as bfloat16 or float32")
+            raise ConversionError(
+                f"{jax.tree_util.keystr(path)}: values overflow {target}; load as bfloat16 or float32"
+            )
