@@ -13,8 +13,8 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 def shape(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str) -> None:
     """Checks rank and sizes; None in `expected` accepts any size of at least 1."""
     got = tuple(array.shape)
-    fits = len(got) == len(expected) and all(n >= 1 if e is None else n == e for n, e in zip(got, expected, strict=True))
-    if not fits:
+    sizes_fit = (n >= 1 if e is None else n == e for n, e in zip(got, expected, strict=False))
+    if len(got) != len(expected) or not all(sizes_fit):
         wanted = ", ".join("any >= 1" if e is None else str(e) for e in expected)
         raise ValueError(f"{name} has shape {got}; it must be {meaning}, here [{wanted}]")
 

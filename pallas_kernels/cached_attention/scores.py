@@ -227,8 +227,8 @@ def _sum_weights_kernel(
         return total + jnp.sum(factor[:, None] * weights.astype(jnp.float32), axis=0)
 
     # Steps past the visible rows were never written.
-    chunks = jnp.where(step * block_s < visible, pl.cdiv(num, chunk), 0)
-    total = jax.lax.fori_loop(0, chunks, add, jnp.zeros((block_s,), jnp.float32))
+    chunks = jnp.where(step * block_s < visible, jnp.int32(ceil_div(num, chunk)), jnp.int32(0))
+    total = jax.lax.fori_loop(jnp.int32(0), chunks, add, jnp.zeros((block_s,), jnp.float32))
     score = jnp.where(row < visible, total, -jnp.inf)
     pltriton.store(out_ref.at[batch, scored, row], score, mask=row < capacity)
 
