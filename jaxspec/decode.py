@@ -11,7 +11,7 @@ from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder, init_cache
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, Output, Params, Stats
+from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, KVCache, Output, Params, Stats, Verdict
 from pallas_kernels.dispatch import prefill_rows
 
 
@@ -93,7 +93,7 @@ def prefill(
     num_chunks = next(n for n in range(-(-width // limit), width + 1) if width % n == 0)
     chunk = width // num_chunks
 
-    def run_chunk(i, cache):
+    def run_chunk(i: Array, cache: KVCache) -> KVCache:
         tokens = jax.lax.dynamic_slice_in_dim(request.prompt, i * chunk, chunk, axis=1)
         return models.forward(tokens, cache, i * chunk).cache
 
@@ -158,8 +158,17 @@ def _round_keys(state: DecodeState) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.round)
 
 
-def _commit(state, draft, out: ForwardOut, keys, request: Request, max_new_tokens: int, *, is_round: bool):
-    """Accepts, applies the stop rules, and advances the rows that are active. Returns state, verdict, tokens, count."""
+def _commit(
+    state: DecodeState,
+    draft: Draft,
+    out: ForwardOut,
+    keys: Array,
+    request: Request,
+    max_new_tokens: int,
+    *,
+    is_round: bool,
+) -> tuple[DecodeState, Verdict, Array, Array]:
+    """Accepts, applies the stop rules, and advances the active rows. Returns state, verdict, tokens and their count."""
     g = draft.tokens.shape[1]
     slot = jnp.arange(g + 1)
     active = state.finish == Finish.RUNNING
@@ -180,7 +189,7 @@ def _commit(state, draft, out: ForwardOut, keys, request: Request, max_new_token
         jnp.int8(Finish.RUNNING),
     )
 
-    def append(buffer, values):
+    def append(buffer: Array, values: Array) -> Array:
         # columns behind num_tokens are scratch, so the whole block can be written whatever its count is
         return jax.vmap(lambda b, v, i: jax.lax.dynamic_update_slice(b, v, (i,)))(buffer, values, state.num_tokens)
 

@@ -74,7 +74,7 @@ def check_request(
         lengths = np.asarray(prompt_length)
         _check_rows(lengths, (lengths < 1) | (lengths > width), f"prompt_length must lie in 1..{width}")
         room = limit - max_new_tokens
-        message = f"prompt_length + max_new_tokens must not exceed the model's {limit} positions: prompt_length <= {room}"
+        message = f"prompt_length + max_new_tokens must fit the model's {limit} positions: prompt_length <= {room}"
         _check_rows(lengths, lengths > room, message)
         width = int(lengths.max())
         prompt = prompt[:, :width]

@@ -48,7 +48,7 @@ class Sampling:
                 continue
             array = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
             if array.shape not in ((), (batch,)):
-                raise ValueError(f"sampling {name} must be a scalar or one value per row [{batch}], got shape {array.shape}")
+                raise ValueError(f"sampling {name} must be a scalar or have shape [{batch}], got shape {array.shape}")
             integral = jnp.issubdtype(array.dtype, jnp.integer)
             if not integral and (name == "top_k" or not jnp.issubdtype(array.dtype, jnp.floating)):
                 raise ValueError(f"sampling {name} must be {what}, got {value!r}")

@@ -57,7 +57,9 @@ def read_config(hf: dict[str, Any], **family: Any) -> ModelConfig:
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", max(hidden // heads, 1))
     if hf.get("head_dim") is None and hidden % heads:
-        raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and no head_dim is given")
+        raise ValueError(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and no head_dim is given"
+        )
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
@@ -98,12 +100,12 @@ def _reject_unsupported(hf: dict[str, Any]) -> None:
         raise ValueError(f"activation {hf['hidden_act']!r} is not supported; supported: silu")
     if hf.get("quantization_config"):
         raise ValueError("quantized Hugging Face checkpoints are not supported; use the unquantized one or a GGUF file")
-    for name in ("attention_sinks", "sinks", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"):
+    for name in ("attention_sinks", "attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size"):
         if hf.get(name):
             raise ValueError(f"{name} = {hf[name]!r} is not supported; plain softmax attention is")
     # `sliding_window` may be set and unused: Qwen2 and Qwen3 switch it with `use_sliding_window`
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
-        raise ValueError(f"sliding windows are not supported (sliding_window = {hf['sliding_window']}); full attention is")
+        raise ValueError(f"sliding_window = {hf['sliding_window']} is in use and not supported; full attention is")
     layer_types = hf.get("layer_types")
     if layer_types is not None and set(layer_types) != {"full_attention"}:
         raise ValueError(f"layer types {sorted(set(layer_types))} are not supported; supported: full_attention")

@@ -47,7 +47,8 @@ class Projection(nn.Module):
 
     def setup(self) -> None:
         axes = range(len(self.inputs))
-        init = nn.initializers.lecun_normal(in_axis=tuple(axes), out_axis=tuple(range(len(axes), len(axes) + len(self.outputs))))
+        rest = range(len(axes), len(axes) + len(self.outputs))
+        init = nn.initializers.lecun_normal(in_axis=tuple(axes), out_axis=tuple(rest))
         self.kernel = self.param("kernel", init, (*self.inputs, *self.outputs))
         if self.use_bias:
             self.bias = self.param("bias", nn.initializers.zeros, self.outputs)
@@ -55,7 +56,7 @@ class Projection(nn.Module):
     def __call__(self, x: Array) -> Array:
         n = len(self.inputs)
         contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
-        out = jax.lax.dot_general(x, self.kernel, (contract, ((), ())))
+        out = jax.lax.dot_general(x, self.kernel, (contract, ((), ())), precision=_precision(x))
         return out + self.bias if self.use_bias else out
 
 
@@ -215,7 +216,7 @@ class Decoder(nn.Module):
         if collect.scored_rows is not None and selection is not None:
             raise ValueError("row scores need full attention: collect.scored_rows and selection exclude each other")
         if layers is not None and (collect.scored_rows is not None or collect.queries):
-            raise ValueError("a layer mask cannot be combined with collecting scores or queries: skipped layers have none")
+            raise ValueError("a layer mask excludes collecting scores or queries: skipped layers have none")
         positions = jnp.atleast_1d(start)[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, tokens.shape)
         rope = rope_tables(c.rope, c.head_dim, positions)
@@ -260,7 +261,13 @@ class Decoder(nn.Module):
         """float32 logits [..., V] of residual-stream rows [..., D]."""
         head = self.embedding if self.config.tie_word_embeddings else self.lm_head
         contract = (((x.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(self.final_norm(x), head, contract, preferred_element_type=jnp.float32)
+        x = self.final_norm(x)
+        return jax.lax.dot_general(x, head, contract, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def _precision(x: Array) -> jax.lax.Precision | None:
+    # a float32 model means float32: the GPU's default would be TF32
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def _maybe(run: Array | bool, sublayer: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:

@@ -1,0 +1,182 @@
+"""The `jaxspec` command."""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 2 for wrong input, 130 when interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("jaxspec: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"jaxspec: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"jaxspec: out of memory; use a shorter prompt or fewer new tokens ({_one_line(error)})", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Fast long-context decoding in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="generate text from a prompt",
+        description="Streams generated text, then prints one line of figures (to standard error).",
+        epilog='example: jaxspec generate --model checkpoints/smollm2 --chat --prompt "What is a KV cache?"',
+    )
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF file")
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", help="the prompt; without --prompt and --prompt-file it is read from standard input"
+    )
+    source.add_argument("--prompt-file", type=Path, help="a UTF-8 file that holds the prompt")
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template, as the user's message")
+    add("--max-new-tokens", type=int, default=256, help="default: 256")
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--top-k", type=int, help="sample from the k likeliest tokens")
+    add("--top-p", type=float, help="sample from the likeliest tokens that hold this probability")
+    add("--min-p", type=float, help="sample from tokens at least this fraction as likely as the likeliest")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--seed", type=int, default=0, help="default: 0")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
+    add("--json", action="store_true", help="print one JSON object instead of streaming")
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import jax
+
+    import jaxspec
+
+    if args.temperature == 0 and not (args.top_k is None and args.top_p is None and args.min_p is None):
+        raise ValueError("--top-k, --top-p and --min-p need --temperature above 0")
+    filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p} if args.temperature != 0 else {}
+    sampling = jaxspec.Sampling(args.temperature if args.temperature != 0 else None, **filters)
+    prompt = _read_prompt(args)
+    # CPUs have no bfloat16 matrix units worth the name: float32 is both faster and exact there
+    on_cpu = jax.default_backend() == "cpu"
+    loaded = jaxspec.load(args.model, dtype=args.dtype or ("float32" if on_cpu else None))
+    if loaded.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer")
+    ids = _encode(loaded.tokenizer, prompt, args.chat)
+    clock = _Clock()
+    chunks = jaxspec.stream(
+        loaded.model,
+        loaded.params,
+        [ids],
+        [len(ids)],
+        jax.random.key(args.seed),
+        sampling=sampling,
+        max_new_tokens=args.max_new_tokens,
+        eos_ids=loaded.eos_ids,
+        tokenizer=loaded.tokenizer,
+        stop=tuple(args.stop),
+    )
+    text, tokens, finish, prefill_seconds = "", [], None, None
+    for chunk in chunks:
+        prefill_seconds = clock.seconds() if prefill_seconds is None else prefill_seconds
+        text += chunk.text[0]
+        tokens += chunk.tokens[0]
+        finish = chunk.finish[0]
+        if not args.json:
+            print(chunk.text[0], end="", flush=True)
+    decode_seconds = clock.seconds() - prefill_seconds
+    figures = {
+        "prompt_tokens": len(ids),
+        "prompt_tokens_per_second": len(ids) / prefill_seconds,
+        "new_tokens": len(tokens),
+        "decode_tokens_per_second": (len(tokens) - 1) / decode_seconds if len(tokens) > 1 else None,
+        "compile_seconds": clock.compile_seconds,
+        "peak_memory_bytes": _peak_memory(jax.devices()[0]),
+    }
+    if args.json:
+        record = {"schema_version": 1, "text": text, "tokens": tokens, "finish": finish.name.lower(), **figures}
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        print(flush=True)
+        print(_figures_line(figures, finish.name.lower(), jax.devices()[0]), file=sys.stderr)
+    return 0
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is not None:
+        return args.prompt_file.read_text(encoding="utf-8")
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt-file or text on standard input")
+    return sys.stdin.read()
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
+    if chat:
+        if not tokenizer.chat_template:
+            raise ValueError("--chat needs a model whose tokenizer has a chat template")
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    # a chat template writes its own special tokens
+    ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt is empty")
+    return ids
+
+
+class _Clock:
+    """Seconds since the start, without those that compiling took."""
+
+    def __init__(self) -> None:
+        import jax
+
+        self.compile_seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._start = time.perf_counter()
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.compile_seconds += seconds
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start - self.compile_seconds
+
+
+def _peak_memory(device: Any) -> int:
+    stats = device.memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _figures_line(figures: dict[str, Any], finish: str, device: Any) -> str:
+    rate = figures["decode_tokens_per_second"]
+    decode = "" if rate is None else f" at {rate:.1f} tokens/s"
+    return (
+        f"[prompt {figures['prompt_tokens']} tokens at {figures['prompt_tokens_per_second']:.1f} tokens/s | "
+        f"{figures['new_tokens']} new tokens{decode} (ended by {finish}) | compile {figures['compile_seconds']:.1f} s | "
+        f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB | {device.device_kind}]"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""`stream`: the loop of `generate`, driven from the host so that tokens can be shown and stopped as they come."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.decode import decode_step, prefill
+from jaxspec.methods.base import Method, Models
+from jaxspec.methods.plain import Plain
+from jaxspec.models.decoder import Decoder
+from jaxspec.requests import Request, check_request
+from jaxspec.sampling import Sampling
+from jaxspec.text import TextStream, check_stop
+from jaxspec.types import Array, DecodeState, Finish, Params, Stats
+
+
+class Chunk(NamedTuple):
+    """What one round brought."""
+
+    tokens: list[list[int]]  # per row, the ids emitted this round; empty for rows that have ended
+    text: list[str] | None  # per row, the text that is now certain; None without a tokenizer
+    finish: list[Finish]  # per row, RUNNING while more may come
+    stats: Stats | None  # on the last chunk only
+
+
+def stream(
+    model: Decoder,
+    params: Params,
+    prompt: Array,
+    prompt_length: Array,
+    key: Array,
+    *,
+    method: Method = Plain(),
+    sampling: Sampling = Sampling(),
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...] = (),
+    draft_params: Params | None = None,
+    tokenizer: Any = None,
+    stop: tuple[str, ...] = (),
+) -> Iterator[Chunk]:
+    """Yields a `Chunk` per round, the first one after prefill; the tokens are those that `generate` returns.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer, or a `tokenizers.Tokenizer`; chunks then carry text.
+        stop: a row ends with `Finish.STOP` at the first token that completes one of these strings. The text ends
+            before the string, and text that might still become one is held back. Needs `tokenizer`.
+
+        The others are those of `generate`.
+
+    Raises:
+        ValueError: as `generate`, and for stop strings that are empty or without a tokenizer. Raised by this call,
+            not by the first `next`.
+    """
+    stop = check_stop(stop, tokenizer)
+    request = check_request(
+        model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, 0, draft_params
+    )
+    texts = None if tokenizer is None else [TextStream(tokenizer, stop) for _ in range(request.keys.shape[0])]
+    return _rounds(Models(model, params, draft_params), request, method, max_new_tokens, texts)
+
+
+def _rounds(
+    models: Models, request: Request, method: Method, max_new_tokens: int, texts: list[TextStream] | None
+) -> Iterator[Chunk]:
+    state, this_round = _prefill(models, request, method, max_new_tokens)
+    batch = request.keys.shape[0]
+    stopped, dropped = np.zeros(batch, bool), np.zeros(batch, np.int32)
+    next_round = None
+    while True:
+        tokens, count, finish, stats = jax.tree.map(np.asarray, this_round)
+        emitted = [[] if stopped[b] else tokens[b, : count[b]].tolist() for b in range(batch)]
+        text = None if texts is None else [""] * batch
+        for b in np.flatnonzero(~stopped) if texts is not None else ():
+            emitted[b], text[b], stopped[b] = texts[b].push(emitted[b], last=finish[b] != Finish.RUNNING)
+            dropped[b] = count[b] - len(emitted[b])
+        finish = np.where(stopped, Finish.STOP, finish)
+        done = not np.any(finish == Finish.RUNNING)
+        final = stats.replace(emitted=stats.emitted - dropped) if done else None
+        yield Chunk(emitted, text, [Finish(f) for f in finish], final)
+        if done:
+            return
+        if next_round is None:
+            state, next_round = _step(models, state, request, stopped.copy(), method, max_new_tokens)
+        this_round = next_round
+        # one round is always under way while the host reads the one before; rows that stop there ignore what it brings
+        state, next_round = _step(models, state, request, stopped.copy(), method, max_new_tokens)
+
+
+@partial(jax.jit, static_argnames=("method", "max_new_tokens"))
+def _prefill(models: Models, request: Request, method: Method, max_new_tokens: int) -> tuple[DecodeState, Any]:
+    state = prefill(models, request, method, max_new_tokens)
+    return state, (state.tokens[:, :1], state.num_tokens, state.finish, state.stats)
+
+
+@partial(jax.jit, static_argnames=("method", "max_new_tokens"), donate_argnames="state")
+def _step(
+    models: Models, state: DecodeState, request: Request, stopped: Array, method: Method, max_new_tokens: int
+) -> tuple[DecodeState, Any]:
+    finish = jnp.where(stopped & (state.finish == Finish.RUNNING), jnp.int8(Finish.STOP), state.finish)
+    state, tokens, count = decode_step(models, state.replace(finish=finish), request, method, max_new_tokens)
+    return state, (tokens, count, state.finish, state.stats)
