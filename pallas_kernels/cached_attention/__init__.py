@@ -60,9 +60,9 @@ def cached_attention(
 
     options = {"scale": scale, "scored_rows": scored_rows, "score_mode": score_mode, "per_row": per_row}
     if backend == "xla":
-        from pallas_kernels.cached_attention import reference
+        from pallas_kernels.cached_attention import xla
 
-        return reference.cached_attention(q, k, v, start, **options)
+        return xla.cached_attention(q, k, v, start, **options)
     from pallas_kernels.cached_attention import triton
 
     return triton.cached_attention(q, k, v, start, **options, interpret=backend == "interpret")
