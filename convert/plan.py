@@ -33,16 +33,10 @@ def plan_leaves(source: Source, config: ModelConfig) -> list[PlannedLeaf]:
         ConversionError: missing, unexpected, duplicate or mis-shaped tensors and faults of the files, all in one
             message.
     """
-    shapes = {
-        tuple(key.key for key in path): leaf.shape
-        for path, leaf in jax.tree_util.tree_flatten_with_path(param_shapes(config))[0]
-    }
+    if config.num_layers > len(source.tensors):
+        # a damaged config must not make us list millions of missing tensors
+        raise ConversionError(f"{source.origin}: {config.num_layers} layers, but only {len(source.tensors)} tensors")
     sources = leaf_sources(config)
-    if shapes.keys() != sources.keys():
-        raise ConversionError(
-            f"the family of {config.model_type!r} describes other leaves than its decoder has: "
-            f"{sorted(shapes.keys() ^ sources.keys())[:5]}"
-        )
     problems = list(source.problems)
     missing, misshaped, other_types, used = [], [], [], Counter()
     for leaf in sources.values():
@@ -70,6 +64,15 @@ def plan_leaves(source: Source, config: ModelConfig) -> list[PlannedLeaf]:
             problems.append(f"{title}: {', '.join(name[:300] for name in names)}")
     if problems:
         raise ConversionError(f"{source.origin}: {'; '.join(problems)}")
+    shapes = {
+        tuple(key.key for key in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_flatten_with_path(param_shapes(config))[0]
+    }
+    if shapes.keys() != sources.keys():
+        raise ConversionError(
+            f"the family of {config.model_type!r} describes other leaves than its decoder has: "
+            f"{sorted(shapes.keys() ^ sources.keys())[:5]}"
+        )
     return [PlannedLeaf(path, shapes[path], sources[path]) for path in sources]
 
 

@@ -13,8 +13,19 @@ def open_source(src: str | Path) -> Source:
     Raises:
         ConversionError: nothing there, a format that is not supported, or malformed files.
     """
+    try:
+        return _open(src)
+    except ImportError as error:
+        raise ConversionError(f"{src}: converting needs {error.name}: pip install 'jaxspec[convert]'") from error
+
+
+def _open(src: str | Path) -> Source:
     path = Path(src).expanduser()
     if path.is_dir():
+        from jaxspec.checkpoint import is_checkpoint
+
+        if is_checkpoint(path):
+            raise ConversionError(f"{src}: already converted; jaxspec.load reads it as it is")
         return HFDirectory(path.resolve(), origin=str(src))
     if path.is_file():
         if any(path.match(pattern) for pattern in PICKLES):

@@ -26,11 +26,11 @@ from jaxspec.checkpoint import (
     PARAMS,
     REPORT,
     TOKENIZER,
+    check_token_ids,
     config_record,
     is_checkpoint,
-    read_generation_config,
+    read_model_config,
 )
-from jaxspec.models import config_from_hf
 
 if TYPE_CHECKING:
     from convert.check import CheckRow
@@ -116,19 +116,17 @@ def convert_cached(source: Source, dst: Path, *, dtype: Any = None, progress: bo
 
 def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: bool, progress: bool) -> Report:
     started = time.monotonic()
-    try:
-        config = config_from_hf(source.config)
-    except ValueError as error:
-        raise ConversionError(f"{source.origin}: {error}") from error
-    generation = read_generation_config(source.generation_config, source.origin)
+    config = read_model_config(source.config, source.origin)
+    check_token_ids(source.config, f"{source.origin}: {CONFIG}")
+    check_token_ids(source.generation_config or {}, f"{source.origin}: {GENERATION_CONFIG}")
     target = target_dtype(dtype or source.default_dtype)
     with staged(dst, overwrite=overwrite) as directory:
         leaves = plan_leaves(source, config)
         (directory / TOKENIZER).mkdir()
         tokenizer = source.write_tokenizer(directory / TOKENIZER)
         write_object(directory / CONFIG, config_record(config, source.config))
-        if generation:
-            write_object(directory / GENERATION_CONFIG, generation)
+        if source.generation_config is not None:
+            write_object(directory / GENERATION_CONFIG, source.generation_config)
         _write_params(directory / PARAMS, source, leaves, target, progress)
         report = Report(
             source={"kind": source.kind, "origin": source.origin},

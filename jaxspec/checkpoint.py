@@ -168,6 +168,20 @@ def config_record(config: ModelConfig, hf_config: dict[str, Any]) -> dict[str, A
     return {"format_version": FORMAT_VERSION, "model": asdict(config), "hf_config": hf_config}
 
 
+def read_model_config(hf_config: Any, where: str) -> ModelConfig:
+    """`config_from_hf` with one kind of error.
+
+    Raises:
+        ConversionError: the config is malformed or asks for something that is not supported.
+    """
+    try:
+        return config_from_hf(hf_config)
+    except ValueError as error:
+        raise ConversionError(f"{where}: {error}") from error
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ConversionError(f"{where}: malformed config ({type(error).__name__}: {str(error)[:200]})") from error
+
+
 def token_ids(config: dict[str, Any], name: str, where: str) -> set[int]:
     """The ids of a config field that holds an id, a list of ids or nothing.
 
@@ -181,15 +195,14 @@ def token_ids(config: dict[str, Any], name: str, where: str) -> set[int]:
     return set(ids)
 
 
-def read_generation_config(generation: dict[str, Any] | None, where: str) -> dict[str, Any]:
-    """A Hugging Face generation config, its token ids checked; {} for None.
+def check_token_ids(config: dict[str, Any], where: str) -> None:
+    """Checks the special tokens of a Hugging Face config or generation config.
 
     Raises:
-        ConversionError: malformed token ids.
+        ConversionError: one of them is neither an id nor a list of ids nor absent.
     """
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token_ids(generation or {}, name, f"{where}: {GENERATION_CONFIG}")
-    return dict(generation or {})
+        token_ids(config, name, where)
 
 
 def cache_directory() -> Path:
@@ -226,10 +239,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
             f"{path}: format version {record.get('format_version')!r} instead of {FORMAT_VERSION}; convert again"
         )
     hf_config = record.get("hf_config")
-    try:
-        config = config_from_hf(hf_config)
-    except ValueError as error:
-        raise ConversionError(f"{path}: {error}") from error
+    config = read_model_config(hf_config, str(path))
     # through JSON, which knows no tuples
     if parse_object(json.dumps(asdict(config)), "config") != record.get("model"):
         raise ConversionError(f"{path}: converted by a version that read the model's config differently; convert again")
