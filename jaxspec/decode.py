@@ -9,10 +9,10 @@ from jaxspec.acceptance import accept
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder, init_cache
+from jaxspec.prefill import fill_cache
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, KVCache, Output, Params, Stats, Verdict
-from pallas_kernels.dispatch import prefill_rows
+from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, Output, Params, Stats, Verdict
 
 
 def generate(
@@ -88,19 +88,7 @@ def prefill(
     dtype = models.params["embedding"].dtype
     capacity = -(-(width + max_new_tokens + g + 1) // 128) * 128
     cache = init_cache(config, batch, capacity, dtype)
-
-    limit = max(prefill_rows(models.target.backend) // batch, 1)
-    num_chunks = next(n for n in range(-(-width // limit), width + 1) if width % n == 0)
-    chunk = width // num_chunks
-
-    def run_chunk(i: Array, cache: KVCache) -> KVCache:
-        tokens = jax.lax.dynamic_slice_in_dim(request.prompt, i * chunk, chunk, axis=1)
-        return models.forward(tokens, cache, i * chunk).cache
-
-    # the last token's row is written by its own forward, so chunks need to cover the tokens before it only
-    needed = (jnp.max(request.prompt_length) - 1 + chunk - 1) // chunk
-    cache = jax.lax.fori_loop(0, needed, run_chunk, cache)
-
+    cache = fill_cache(models.target, models.params, request.prompt, request.prompt_length, cache)
     last = jnp.take_along_axis(request.prompt, request.prompt_length[:, None] - 1, axis=1)
     zeros = jnp.zeros(batch, jnp.int32)
     trace = jnp.zeros((batch, max_new_tokens), jnp.int16)
@@ -120,8 +108,7 @@ def prefill(
     )
     out = models.forward(last, cache, state.length, collect=method.prefill_collect(zeros))
     empty = Draft(jnp.zeros((batch, 0), jnp.int32), zeros, None)
-    keys = _round_keys(state)
-    state, *_ = _commit(state.replace(cache=out.cache), empty, out, keys, request, max_new_tokens, is_round=False)
+    state, *_ = commit(state.replace(cache=out.cache), empty, out, request, max_new_tokens, is_round=False)
     return state.replace(method_state=method.init(models, request.prompt, request.prompt_length, out))
 
 
@@ -133,17 +120,19 @@ def decode_step(
     Returns:
         The new state, and what the round emitted: tokens int32 [B, g+1], of which the first count int32 [B] are valid.
     """
-    keys = _round_keys(state)
-    draft_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
-    draft, cache, method_state = method.draft(models, state, request.sampling, draft_keys)
-    state = state.replace(cache=cache, method_state=method_state)
+    state, draft = draft_tokens(models, state, request, method)
     out = method.verify(models, state, draft)
     length = state.length
-    state, verdict, tokens, count = _commit(
-        state.replace(cache=out.cache), draft, out, keys, request, max_new_tokens, is_round=True
-    )
-    method_state = method.observe(state.method_state, out, draft, verdict, length)
+    state, verdict, tokens, count = commit(state.replace(cache=out.cache), draft, out, request, max_new_tokens)
+    method_state = method.observe(models, state.method_state, out, draft, verdict, length)
     return state.replace(method_state=method_state), tokens, count
+
+
+def draft_tokens(models: Models, state: DecodeState, request: Request, method: Method) -> tuple[DecodeState, Draft]:
+    """The first phase of a round: the method drafts."""
+    keys = jax.vmap(jax.random.fold_in, (0, None))(_round_keys(state), 1)
+    draft, cache, method_state = method.draft(models, state, request.sampling, keys)
+    return state.replace(cache=cache, method_state=method_state), draft
 
 
 def finish_output(state: DecodeState, request: Request, max_new_tokens: int) -> Output:
@@ -158,21 +147,20 @@ def _round_keys(state: DecodeState) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.round)
 
 
-def _commit(
+def commit(
     state: DecodeState,
     draft: Draft,
     out: ForwardOut,
-    keys: Array,
     request: Request,
     max_new_tokens: int,
     *,
-    is_round: bool,
+    is_round: bool = True,
 ) -> tuple[DecodeState, Verdict, Array, Array]:
     """Accepts, applies the stop rules, and advances the active rows. Returns state, verdict, tokens and their count."""
     g = draft.tokens.shape[1]
     slot = jnp.arange(g + 1)
     active = state.finish == Finish.RUNNING
-    accept_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
+    accept_keys = jax.vmap(jax.random.fold_in, (0, None))(_round_keys(state), 0)
     verdict = accept(draft, out.logits, request.sampling, accept_keys)
     proposed = verdict.num_accepted[:, None]
     tokens = jnp.where(slot < proposed, jnp.pad(draft.tokens, ((0, 0), (0, 1))), verdict.next_token[:, None])

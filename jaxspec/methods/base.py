@@ -1,5 +1,7 @@
 """What a method is: how to draft, how to verify, and what to remember between rounds."""
 
+import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +11,36 @@ from flax import struct
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, Params, Verdict
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field of a method, checked by `Method.__post_init__` and offered as a flag by the command line.
+
+    Args:
+        default: its default; without one the field is required.
+        help: one line for the command line.
+        low: the smallest value of an integer. A number that is no integer must lie above it.
+        high: the largest value.
+        choices: what a string may be.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+def num_draft_option(default: int) -> Any:
+    """The `num_draft` that most methods have."""
+    return option(default, low=0, high=32, help=f"tokens drafted per round (default: {default})")
+
+
+def draft_sampling_option() -> Any:
+    """The `draft_sampling` that most methods have; Python numbers only, as it is static."""
+    return dataclasses.field(default=None)
 
 
 @struct.dataclass
@@ -35,6 +67,11 @@ class Method:
     lossless: ClassVar[bool] = True  # the output distribution is the target's own
     needs_draft_params: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field outside its range, naming the range."""
+        for field in dataclasses.fields(self):
+            _check_field(self, field)
+
     @property
     def max_draft(self) -> int:
         """The most tokens that one round drafts; static."""
@@ -57,16 +94,50 @@ class Method:
 
     def draft(self, models: Models, state: DecodeState, sampling: Sampling, keys: Array) -> tuple[Draft, KVCache, Any]:
         """Drafts up to `max_draft` tokens after `state.last_token`; returns the draft, the cache with scratch rows
-        written, and the method state. `keys` [B] are this round's."""
+        written, and the method state. `keys` [B] are this round's, or int32 [B, g] as in `draft_chain`."""
         batch = state.last_token.shape[0]
         empty = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None)
         return empty, state.cache, state.method_state
 
+    def verify_collect(self, draft: Draft) -> Collect:
+        """What verification hands to `observe`; query row i predicts the token after i accepted ones."""
+        return Collect()
+
     def verify(self, models: Models, state: DecodeState, draft: Draft) -> ForwardOut:
         """The target's forward over [last_token, draft tokens] at rows length..length + g."""
         tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
-        return models.forward(tokens, state.cache, state.length)
+        return models.forward(tokens, state.cache, state.length, collect=self.verify_collect(draft))
 
-    def observe(self, method_state: Any, out: ForwardOut, draft: Draft, verdict: Verdict, length: Array) -> Any:
+    def observe(
+        self, models: Models, method_state: Any, out: ForwardOut, draft: Draft, verdict: Verdict, length: Array
+    ) -> Any:
         """The method state after a round; `length` int32 [B] is the committed length before it."""
         return method_state
+
+
+def _check_field(method: Method, field: dataclasses.Field) -> None:
+    value, name = getattr(method, field.name), f"{type(method).__name__} {field.name}"
+    limits = field.metadata
+    if isinstance(value, Sampling):
+        value = value.check(1)
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(f"{name} must hold Python numbers, not arrays: methods are static") from None
+        object.__setattr__(method, field.name, value)
+    if not limits:
+        return
+    if limits["choices"] is not None:
+        if value not in limits["choices"]:
+            raise ValueError(f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}")
+    elif isinstance(field.default, float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not limits["low"] < value <= limits["high"]:
+            raise ValueError(f"{name} must lie above {limits['low']} and be at most {limits['high']}, got {value!r}")
+    elif isinstance(field.default, int):
+        try:
+            integer = not isinstance(value, bool) and limits["low"] <= operator.index(value) <= limits["high"]
+        except TypeError:
+            integer = False
+        if not integer:
+            raise ValueError(f"{name} must be an integer in {limits['low']}..{limits['high']}, got {value!r}")
