@@ -1,0 +1,80 @@
+"""Vegas (arXiv 2602.07223): drafts read the few cache rows that the last verification found important."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxspec.drafting import self_draft
+from jaxspec.methods.base import Method, Models, draft_sampling_option, num_draft_option, option
+from jaxspec.sampling import Sampling
+from jaxspec.selection import budget, buffer_width, top_rows
+from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, KVSelection, Verdict
+
+
+@dataclass(frozen=True)
+class Vegas(Method):
+    """Drafts with the target's own weights and sparse attention; verifies with full attention. Lossless.
+
+    Every layer of a draft step attends to its own min(max(min_keep, ceil(rho * length)), rows there are) best rows,
+    one set for all heads, and to every row that is newer than the scored ones. The scores are a by-product of the
+    verification before it, so the set is one round old; the first round takes the last prompt token's.
+
+    `collect` names the verification rows that are scored: `two` the first and the last, `all`, or `last` the one of
+    the last accepted token (an ablation of the paper). `score_mode` ranks by softmax weight or by raw logit.
+    `draft_sampling` draws drafts in another way than the output.
+    """
+
+    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read (default: 0.07)")
+    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read (default: 256)")
+    num_draft: int = num_draft_option(6)
+    score_mode: str = option("weight", choices=("weight", "logit"), help="how cache rows are ranked (default: weight)")
+    collect: str = option("two", choices=("two", "all", "last"), help="verification rows scored (default: two)")
+    draft_sampling: Sampling | None = draft_sampling_option()
+
+    @property
+    def max_draft(self) -> int:
+        return self.num_draft
+
+    def prefill_collect(self, last: Array) -> Collect:
+        return Collect(scored_rows=last[:, None], score_mode=self.score_mode)
+
+    def init(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> KVSelection:
+        return self._select(models, out.row_scores, prompt_length, prompt_length)
+
+    def draft(
+        self, models: Models, state: DecodeState, sampling: Sampling, keys: Array
+    ) -> tuple[Draft, KVCache, KVSelection]:
+        sampling = sampling if self.draft_sampling is None else self.draft_sampling
+        selection = state.method_state
+        draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selection)
+        return draft, cache, selection
+
+    def verify_collect(self, draft: Draft) -> Collect:
+        if self.collect == "two":
+            rows = jnp.stack([jnp.zeros_like(draft.count), draft.count], axis=1)
+        else:
+            rows = jnp.tile(jnp.arange(self.num_draft + 1, dtype=jnp.int32), (draft.count.shape[0], 1))
+        # which row is the last accepted one is known after verification only
+        return Collect(scored_rows=rows, score_mode=self.score_mode, per_row=self.collect == "last")
+
+    def observe(
+        self,
+        models: Models,
+        method_state: KVSelection,
+        out: ForwardOut,
+        draft: Draft,
+        verdict: Verdict,
+        length: Array,
+    ) -> KVSelection:
+        scores = out.row_scores
+        if self.collect == "last":
+            scores = jnp.take_along_axis(scores, verdict.num_accepted[None, :, None, None], axis=2)[:, :, 0]
+        # scored are the rows that every scored query sees: those up to the first query's own position
+        return self._select(models, scores, length + verdict.num_accepted + 1, length + 1)
+
+    def _select(self, models: Models, scores: Array, length: Array, valid: Array) -> KVSelection:
+        k = budget(self.rho, self.min_keep, length, valid)
+        width = buffer_width(self.rho, self.min_keep, scores.shape[-1])
+        # newer than `valid` are the accepted drafts of the scored round and those in flight
+        rows = top_rows(scores, valid, k, width, models.target.backend)
+        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1))
