@@ -38,8 +38,8 @@ def tiny_config(model_type: str = "llama", **overrides: Any) -> dict[str, Any]:
 
 
 def random_weights(hf: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 tensors under Hugging Face's names. Logits are of order 1 to 10; biases and norm scales are random, because
-    with zeros and ones a dropped bias or norm would not show."""
+    """float32 tensors under Hugging Face's names. Logits are of order 1 to 10; biases and norm scales are random,
+    because with zeros and ones a dropped bias or norm would not show."""
     rng = np.random.default_rng(seed)
     d, f, h = hf["hidden_size"], hf["intermediate_size"], hf["head_dim"]
     heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
@@ -194,8 +194,8 @@ def decoder(
 def assert_same_greedy(ours: np.ndarray, expected: np.ndarray, expected_logits: np.ndarray) -> bool:
     """Asserts that two greedy continuations are equal token for token.
 
-    They may part where the two largest of `expected_logits` [n, V] are closer than `NEAR_TIE`, and nowhere else: float32
-    programs of different shape round differently. Returns whether they did; the place is printed.
+    They may part where the two largest of `expected_logits` [n, V] are closer than `NEAR_TIE`, and nowhere else:
+    float32 programs of different shape round differently. Returns whether they did; the place is printed.
     """
     ours, expected = np.asarray(ours), np.asarray(expected)
     assert ours.shape == expected.shape

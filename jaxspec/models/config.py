@@ -58,7 +58,7 @@ def read_config(hf: dict[str, Any], **family: Any) -> ModelConfig:
     kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", max(hidden // heads, 1))
     if hf.get("head_dim") is None and hidden % heads:
         raise ValueError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and no head_dim is given"
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
         )
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -87,7 +87,7 @@ def read_config(hf: dict[str, Any], **family: Any) -> ModelConfig:
 def flag(hf: dict[str, Any], name: str) -> bool:
     """A boolean config field, False when absent. Raises ValueError for anything but a boolean."""
     value = hf.get(name)
-    if value not in (None, True, False):
+    if value is not None and not isinstance(value, bool):
         raise ValueError(f"config field {name} must be true or false, got {value!r}")
     return bool(value)
 
@@ -106,8 +106,15 @@ def _reject_unsupported(hf: dict[str, Any]) -> None:
     # `sliding_window` may be set and unused: Qwen2 and Qwen3 switch it with `use_sliding_window`
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
         raise ValueError(f"sliding_window = {hf['sliding_window']} is in use and not supported; full attention is")
-    layer_types = hf.get("layer_types")
-    if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise ValueError(f"layer types {sorted(set(layer_types))} are not supported; supported: full_attention")
-    if hf.get("no_rope_layers") and not all(hf["no_rope_layers"]):
+    for layer_type in _list(hf, "layer_types"):
+        if layer_type != "full_attention":
+            raise ValueError(f"layer type {layer_type!r} (layer_types) is not supported; supported: full_attention")
+    if not all(_list(hf, "no_rope_layers")):
         raise ValueError("layers without rope (no_rope_layers) are not supported")
+
+
+def _list(hf: dict[str, Any], name: str) -> list[Any]:
+    value = hf.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"config field {name} must be a list, got {value!r}")
+    return value or []

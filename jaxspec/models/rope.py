@@ -66,20 +66,22 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
     if setting("partial_rotary_factor", default=1.0, top_level=True) != 1.0:
         raise ValueError("partial_rotary_factor != 1 is not supported: the whole head must rotate")
 
-    def number(name: str, default: float | None = None, top_level: bool = False) -> float:
+    def number(name: str, default: float | None = None, *, above: float = 0, top_level: bool = False) -> float:
         value = setting(name, default=default, top_level=top_level)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"rope type {rope_type!r} needs {name} > 0, got {value!r}")
+        # far beyond any rope setting, and still a float32
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e30:
+            raise ValueError(f"rope type {rope_type!r} needs {name} > {above}, got {value!r}")
         return float(value)
 
-    theta = number("rope_theta", 10_000.0, top_level=True)
+    # yarn divides by the base's logarithm
+    theta = number("rope_theta", 10_000.0, above=int(rope_type == "yarn"), top_level=True)
     max_positions = hf.get("max_position_embeddings")
     original = setting("original_max_position_embeddings", default=max_positions, top_level=True)
     if rope_type == "dynamic":
         original = max_positions  # transformers scales by max_position_embeddings here
     if rope_type == "default":
         return RopeConfig(theta=theta)
-    if not isinstance(original, int) or original < 1:
+    if isinstance(original, bool) or not isinstance(original, int) or not 1 <= original < 2**31:
         raise ValueError(f"rope type {rope_type!r} needs original_max_position_embeddings >= 1, got {original!r}")
     factor = number("factor")
     if rope_type in ("linear", "dynamic"):
@@ -89,23 +91,27 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
         if low >= high:
             raise ValueError(f"rope type 'llama3' needs low_freq_factor < high_freq_factor, got {low} and {high}")
         return RopeConfig(theta, rope_type, factor, original, low, high)
-    attention_factor = setting("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all = setting("mscale", default=0), setting("mscale_all_dim", default=0)
-        attention_factor = (
-            _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-            if mscale and mscale_all
-            else _yarn_mscale(factor, 1.0)
-        )
+    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    if slow >= fast:
+        raise ValueError(f"rope type 'yarn' needs beta_slow < beta_fast, got {slow} and {fast}")
+    truncate = setting("truncate", default=True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"rope type 'yarn' needs truncate to be true or false, got {truncate!r}")
+    if setting("attention_factor") is not None:
+        attention_factor = number("attention_factor")
+    elif setting("mscale") and setting("mscale_all_dim"):
+        attention_factor = _yarn_mscale(factor, number("mscale")) / _yarn_mscale(factor, number("mscale_all_dim"))
+    else:
+        attention_factor = _yarn_mscale(factor, 1.0)
     return RopeConfig(
         theta,
         rope_type,
         factor,
         original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        attention_factor=float(attention_factor),
-        truncate=bool(setting("truncate", default=True)),
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=attention_factor,
+        truncate=truncate,
     )
 
 
