@@ -86,7 +86,8 @@ class ForwardOut(NamedTuple):
 
     logits: Array  # float32 [B, T, V]
     cache: KVCache
-    row_scores: Array | None  # float32 [L, B, S], or [L, B, R, S] with `per_row`; -inf where not visible
+    # float32 [L, B, S], or [L, B, R, S] with `per_row`; -inf where some scored query does not see the row
+    row_scores: Array | None
     queries: tuple[Array, ...]  # one [B, T, N, H] (after rope) per layer of `Collect.queries`
     # [2L+1, B, T, D]: embeddings, then the residual stream after each attention and MLP, before the final norm
     hidden: Array | None

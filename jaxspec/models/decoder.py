@@ -217,18 +217,24 @@ class Decoder(nn.Module):
             raise ValueError("row scores need full attention: collect.scored_rows and selection exclude each other")
         if layers is not None and (collect.scored_rows is not None or collect.queries):
             raise ValueError("a layer mask excludes collecting scores or queries: skipped layers have none")
+        # indexing a traced array past its end would take its last entry instead
+        if layers is not None and not len(layers.attn) == len(layers.mlp) == c.num_layers:
+            raise ValueError(f"a layer mask needs {c.num_layers} entries, got {len(layers.attn)} and {len(layers.mlp)}")
+        if isinstance(selection, KVSelection) and selection.rows.shape[0] not in (1, c.num_layers):
+            raise ValueError(f"selection.rows must be [{c.num_layers} or 1, B, M], got shape {selection.rows.shape}")
+        if not set(collect.queries) <= set(range(c.num_layers)):
+            raise ValueError(f"collect.queries must name layers 0..{c.num_layers - 1}, got {collect.queries}")
         positions = jnp.atleast_1d(start)[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, tokens.shape)
         rope = rope_tables(c.rope, c.head_dim, positions)
         x = self.embedding[tokens]
-        caches, scores, queries, hidden = [], [], [], [x]
+        caches, scores, queries, hidden = [], [], {}, [x]
         for i, block in enumerate(self.layers):
             attend = layers is None or layers.attn[i]
             if attend is True:
                 x, layer_cache, q, layer_scores = block.attend(x, cache[i], start, rope, selection, collect)
                 scores.append(layer_scores)
-                if i in collect.queries:
-                    queries.append(q)
+                queries[i] = q
             else:
                 x, layer_cache = _maybe(
                     attend,
@@ -248,7 +254,7 @@ class Decoder(nn.Module):
             logits=self.logits(x),
             cache=tuple(caches),
             row_scores=None if collect.scored_rows is None else jnp.stack(scores),
-            queries=tuple(queries),
+            queries=tuple(queries[i] for i in collect.queries),
             hidden=jnp.stack(hidden) if collect.hidden else None,
         )
 
