@@ -67,11 +67,7 @@ def generate(
 @partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs"))
 def _generate(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> Output:
     state = prefill(models, request, method, max_new_tokens, logprobs)
-    state = jax.lax.while_loop(
-        lambda state: jnp.any(state.finish == Finish.RUNNING),
-        lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
-        state,
-    )
+    state = decode_all(models, state, request, method, max_new_tokens)
     return finish_output(state, request, max_new_tokens)
 
 
@@ -133,6 +129,17 @@ def draft_tokens(models: Models, state: DecodeState, request: Request, method: M
     keys = jax.vmap(jax.random.fold_in, (0, None))(_round_keys(state), 1)
     draft, cache, method_state = method.draft(models, state, request.sampling, keys)
     return state.replace(cache=cache, method_state=method_state), draft
+
+
+def decode_all(
+    models: Models, state: DecodeState, request: Request, method: Method, max_new_tokens: int
+) -> DecodeState:
+    """Rounds until every row has ended."""
+    return jax.lax.while_loop(
+        lambda state: jnp.any(state.finish == Finish.RUNNING),
+        lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
+        state,
+    )
 
 
 def finish_output(state: DecodeState, request: Request, max_new_tokens: int) -> Output:

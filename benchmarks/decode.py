@@ -1,0 +1,286 @@
+"""Plain decoding and prefill at real model sizes with random weights, beside the copy ceiling and transformers.
+
+    python benchmarks/decode.py --json decode.json                       # on a GPU
+    python benchmarks/decode.py --shape tiny --rivals --json decode.json # a quick run on a CPU
+
+The bytes of a step are every weight but the embedding table (one row of it is read) plus the valid K/V rows; the
+ceiling is the rate of a large device copy in the same run, reads and writes counted.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.decode import decode_all, prefill
+from jaxspec.methods import Models, Plain
+from jaxspec.models import Decoder, ModelConfig, RopeConfig, param_shapes
+from jaxspec.requests import check_request
+from jaxspec.sampling import Sampling
+from jaxspec.types import DecodeState, LayerCache, Stats
+
+SHAPES = {
+    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072, RopeConfig(1e6), qkv_bias=True),
+    "qwen2.5-1.5b": ModelConfig(
+        "qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072, RopeConfig(1e6), tie_word_embeddings=True, qkv_bias=True
+    ),
+    "llama3.1-8b": ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, RopeConfig(5e5)),
+    "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 131072, RopeConfig(1e6), qkv_bias=True),
+}
+
+
+def main() -> None:
+    """Runs the cases and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
+    parser.add_argument("--decode", nargs="*", default=["1x4096", "16x32768"], metavar="BxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", default=["1x8192"], metavar="BxTOKENS")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--backend", choices=("pallas", "xla"), default=None)
+    parser.add_argument(
+        "--rivals", action="store_true", help="also transformers: prefill, static cache + torch.compile"
+    )
+    parser.add_argument("--profile", type=Path, help="write device time by kernel of each decode case into this folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = SHAPES[args.shape]
+    results = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "shape": args.shape,
+        "ceiling_bytes_per_second": copy_ceiling(1 << (31 if args.shape != "tiny" else 22)),
+        "decode": [],
+        "prefill": [],
+    }
+    print(f"copy ceiling {results['ceiling_bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
+    params = random_params(config)
+    models = Models(Decoder(config, args.backend), params)
+    for case in args.decode:
+        batch, context = map(int, case.split("x"))
+        row = time_decode(models, batch, context, args.steps, args.profile)
+        row["share_of_ceiling"] = row["bytes"] / row["seconds"] / results["ceiling_bytes_per_second"]
+        results["decode"].append(row)
+        print(
+            f"decode  B={batch:<3} context {context:<6} {row['seconds'] * 1e3:8.3f} ms a step  "
+            f"{batch / row['seconds']:8.1f} tokens/s  {row['share_of_ceiling']:.1%} of the ceiling  "
+            f"(compile {row['compile_seconds']:.0f} s)",
+            flush=True,
+        )
+    for case in args.prefill:
+        batch, tokens = map(int, case.split("x"))
+        row = time_prefill(models, batch, tokens)
+        results["prefill"].append(row)
+        print(f"prefill B={batch:<3} {tokens} tokens  {row['seconds'] * 1e3:8.1f} ms", flush=True)
+    del params, models
+    if args.rivals:
+        jax.clear_caches()
+        results["transformers"] = time_transformers(config, args.decode, args.prefill, args.steps)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+def copy_ceiling(size: int) -> float:
+    """Bytes per second, read and written, of a device copy of `size` bf16 values."""
+    x = jnp.ones((size,), jnp.bfloat16)
+    # a copy that is no operand of anything else stays a copy
+    copy = jax.jit(jnp.copy)
+    seconds = _median_seconds(lambda: copy(x), repeats=10)
+    return 2 * x.nbytes / seconds
+
+
+def random_params(config: ModelConfig):
+    """bf16 weights of the model's sizes, made on the device leaf by leaf."""
+    leaves, tree = jax.tree.flatten(param_shapes(config))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def draw(shape, key):
+        return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
+
+    return jax.tree.unflatten(tree, [draw(leaf.shape, jax.random.key(i)) for i, leaf in enumerate(leaves)])
+
+
+def time_decode(models: Models, batch: int, context: int, steps: int, profile: Path | None) -> dict:
+    """Seconds per step of the loop of `generate`, from a cache of `context` random rows per sequence."""
+    config = models.target.config
+    method = Plain()
+    request = _request(models, batch, 1, steps)
+    loop = jax.jit(functools.partial(decode_all, method=method, max_new_tokens=steps), donate_argnames="state")
+
+    def state() -> DecodeState:
+        capacity = -(-(context + steps + 1) // 128) * 128
+        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
+        # drawn, not zeros: zeros run faster than data
+        keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
+        draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+        cache = tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
+        return small_state().replace(cache=cache)
+
+    @jax.jit  # so that no two fields share a buffer, which could not be donated twice
+    def small_state() -> DecodeState:
+        zeros = jnp.zeros(batch, jnp.int32)
+        trace = jnp.zeros((batch, steps), jnp.int16)
+        return DecodeState(
+            tokens=jnp.zeros((batch, steps + 1), jnp.int32),
+            num_tokens=zeros,
+            length=zeros + context,
+            last_token=zeros + 1,
+            finish=jnp.zeros(batch, jnp.int8),
+            cache=(),
+            method_state=(),
+            keys=request.keys,
+            round=jnp.int32(1),
+            stats=Stats(zeros, zeros, trace, trace),
+            logprobs=None,
+        )
+
+    started = time.perf_counter()
+    compiled = loop.lower(models=models, state=state(), request=request).compile()
+    compile_seconds = time.perf_counter() - started
+    times = []
+    for _ in range(3):
+        ready = jax.block_until_ready(state())
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(models=models, state=ready, request=request).tokens)
+        times.append(time.perf_counter() - started)
+    if profile is not None:
+        ready = jax.block_until_ready(state())
+        run = lambda: jax.block_until_ready(compiled(models=models, state=ready, request=request).tokens)  # noqa: E731
+        _profile(run, profile, f"decode_b{batch}_{context}")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(models.params))
+    if not config.tie_word_embeddings:
+        weights -= models.params["embedding"].nbytes
+    mean_rows = context + (steps + 1) / 2
+    kv = int(batch * mean_rows * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2)
+    return {
+        "batch": batch,
+        "context": context,
+        "seconds": statistics.median(times) / steps,
+        "spread": (max(times) - min(times)) / steps,
+        "bytes": weights + kv,
+        "compile_seconds": compile_seconds,
+    }
+
+
+def time_prefill(models: Models, batch: int, tokens: int) -> dict:
+    """Seconds to process prompts of `tokens` tokens and choose the first new one."""
+    request = _request(models, batch, tokens, 8)
+    run = jax.jit(lambda models, request: prefill(models, request, Plain(), 8))
+    seconds = _median_seconds(lambda: run(models, request), repeats=5)
+    return {"batch": batch, "tokens": tokens, "seconds": seconds}
+
+
+def time_transformers(config: ModelConfig, decode: list[str], prefills: list[str], steps: int) -> dict:
+    """The same sizes through transformers: SDPA prefill, and decoding with a static cache under torch.compile."""
+    import torch
+    import transformers
+
+    hf = transformers.Qwen2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attn_implementation="sdpa",
+        dtype=torch.bfloat16,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.Qwen2ForCausalLM(hf).eval()
+        torch.set_default_dtype(torch.float32)
+    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    results = {"torch": torch.__version__, "transformers": transformers.__version__, "decode": [], "prefill": []}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def ids(batch: int, length: int):
+        return torch.randint(0, config.vocab_size, (batch, length), generator=generator, device=device)
+
+    def seconds(function, repeats: int) -> float:
+        times = []
+        with torch.no_grad():
+            for _ in range(repeats + 1):
+                synchronize()
+                started = time.perf_counter()
+                function()
+                synchronize()
+                times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    for case in prefills:
+        batch, tokens = map(int, case.split("x"))
+        prompt = ids(batch, tokens)
+        took = seconds(lambda prompt=prompt: model(prompt, logits_to_keep=1), repeats=5)
+        results["prefill"].append({"batch": batch, "tokens": tokens, "seconds": took})
+        print(f"transformers prefill B={batch} {tokens} tokens {took * 1e3:.1f} ms", flush=True)
+    for case in decode:
+        batch, context = map(int, case.split("x"))
+        if batch * context > 65536:
+            continue  # the prefill alone would take minutes
+        prompt = ids(batch, context)
+        times = {}
+        for new in (8, 8 + steps):
+            run = functools.partial(
+                model.generate,
+                prompt,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                cache_implementation="static",
+            )
+            times[new] = seconds(run, repeats=2)
+        took = (times[8 + steps] - times[8]) / steps
+        results["decode"].append({"batch": batch, "context": context, "seconds": took})
+        print(f"transformers decode B={batch} context {context} {took * 1e3:.3f} ms a token", flush=True)
+    return results
+
+
+def _request(models: Models, batch: int, tokens: int, steps: int):
+    prompt = np.random.default_rng(0).integers(0, models.target.config.vocab_size, (batch, tokens))
+    lengths = np.full(batch, tokens)
+    key = jax.random.key(0)
+    return check_request(models.target, prompt, lengths, key, Plain(), Sampling(), steps, (), 0, None)
+
+
+def _median_seconds(function, repeats: int) -> float:
+    jax.block_until_ready(function())
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _profile(run, folder: Path, name: str) -> None:
+    """Writes device time by kernel, most expensive first."""
+    with tempfile.TemporaryDirectory() as trace:
+        with jax.profiler.trace(trace):
+            run()
+        (file,) = Path(trace).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    totals: dict[str, list[float]] = {}
+    for plane in planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                entry = totals.setdefault(event.name, [0.0, 0])
+                entry[0] += event.duration_ns / 1e3
+                entry[1] += 1
+    rows = [f"{us:10.0f} us {int(calls):6} x {us / calls:8.2f} us  {kernel}" for kernel, (us, calls) in totals.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.txt").write_text("\n".join(sorted(rows, reverse=True)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
