@@ -39,7 +39,7 @@ class Sampling:
         """
         for name, low, high, what in (
             ("temperature", 0, np.inf, "a finite number >= 0"),
-            ("top_k", 1, 2**31, "an integer >= 1"),
+            ("top_k", 1, 2**31 - 1, "an integer >= 1"),
             ("top_p", np.nextafter(0, 1), 1, "a number in (0, 1]"),
             ("min_p", 0, 1, "a number in [0, 1]"),
         ):
@@ -75,16 +75,17 @@ def to_probs(logits: Array, sampling: Sampling) -> Array:
     temperature = per_row(sampling.temperature).astype(jnp.float32)
     scaled = logits / jnp.maximum(temperature, GREEDY_BELOW)
     if sampling.top_k is not None:
-        keys, k = _ordered_keys(scaled), per_row(sampling.top_k)
-        threshold = _largest_key(lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= _drop_last(k), keys)
+        keys, k = _ordered_keys(scaled), _drop_last(per_row(sampling.top_k))
+        threshold = _largest_key(lambda mask: jnp.sum(mask, axis=-1, dtype=jnp.int32) >= k, keys)
         scaled = jnp.where(keys >= threshold[..., None], scaled, -jnp.inf)
     probs = jax.nn.softmax(scaled, axis=-1)
     if sampling.top_p is not None:
-        # float sums may stop just short of 1, so a top_p of 1 must not ask for more than the whole mass
-        goal = jnp.minimum(_drop_last(per_row(sampling.top_p)), jnp.sum(probs, axis=-1))
-        keys = _ordered_keys(probs)
+        # where rounding keeps the whole mass below top_p, no threshold is enough and all tokens stay
+        keys, top_p = _ordered_keys(probs), per_row(sampling.top_p)
+        goal = _drop_last(top_p)
         threshold = _largest_key(lambda mask: jnp.sum(jnp.where(mask, probs, 0), axis=-1) >= goal, keys)
-        probs = jnp.where(keys >= threshold[..., None], probs, 0)
+        # tokens too unlikely to change a float sum belong to a top_p of 1 too
+        probs = jnp.where((keys >= threshold[..., None]) | (top_p >= 1), probs, 0)
     if sampling.min_p is not None:
         probs = jnp.where(probs >= per_row(sampling.min_p) * jnp.max(probs, axis=-1, keepdims=True), probs, 0)
     probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
@@ -103,12 +104,13 @@ def _drop_last(value: Array) -> Array:
 
 def _ordered_keys(x: Array) -> Array:
     """uint32 keys in the order of float32 `x`."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # -0.0 equals 0.0 but has other bits
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _largest_key(enough: Callable[[Array], Array], keys: Array) -> Array:
-    """The largest threshold t [...] for which `enough(keys >= t)` holds; it must hold for t = 0.
+    """The largest threshold t [...] for which `enough(keys >= t)` holds, 0 if it holds for none.
 
     Four bits of t are settled per pass, by trying all of their values at once.
     """
