@@ -28,6 +28,7 @@ from jaxspec.checkpoint import (
     TOKENIZER,
     check_token_ids,
     config_record,
+    file_sizes,
     is_checkpoint,
     read_model_config,
 )
@@ -52,6 +53,7 @@ class Report:
         num_leaves: leaves written.
         num_parameters: their elements in all.
         tokenizer: the tokenizer's files.
+        files: bytes of every file of the checkpoint except `report.json`, by its path.
         checks: what has been verified, in words.
         check: the comparison with transformers, row by row; empty unless asked for.
         seconds: the conversion's wall time, checks excluded.
@@ -66,6 +68,7 @@ class Report:
     num_leaves: int
     num_parameters: int
     tokenizer: list[str]
+    files: dict[str, int]
     checks: list[str]
     seconds: float
     check: list["CheckRow"] = field(default_factory=list)
@@ -138,6 +141,7 @@ def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: b
             num_leaves=len(leaves),
             num_parameters=sum(_size(leaf.shape) for leaf in leaves),
             tokenizer=tokenizer,
+            files=file_sizes(directory),
             checks=["every leaf filled once, every tensor used or known to be redundant", "all values finite"],
             seconds=round(time.monotonic() - started, 2),
         )

@@ -96,6 +96,13 @@ def restore(directory: Path, *, mesh: Mesh | None = None, dtype: Any = None) -> 
         ConversionError: unreadable or contradictory contents, or values that overflow `dtype`.
     """
     report = read_object(directory / REPORT)
+    # checked first, because Orbax reports missing pieces in many ways
+    sizes, files = file_sizes(directory), report.get("files")
+    if not isinstance(files, dict) or not files.items() <= sizes.items():
+        damaged = (
+            sorted(p for p, size in files.items() if sizes.get(p) != size) if isinstance(files, dict) else [REPORT]
+        )
+        raise ConversionError(f"{directory}: damaged checkpoint: missing or cut files: {damaged[:8]}")
     config, hf_config = _read_config(directory / CONFIG)
     generation_path = directory / GENERATION_CONFIG
     generation = read_object(generation_path) if generation_path.is_file() else {}
@@ -161,6 +168,12 @@ def leaf_sharding(
     if axis is None or units % mesh.shape[axis_name]:
         return NamedSharding(mesh, PartitionSpec())
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, axis_name))
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file below `directory`, by relative path, except its report."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / REPORT)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 
 
 def config_record(config: ModelConfig, hf_config: dict[str, Any]) -> dict[str, Any]:
