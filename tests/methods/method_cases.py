@@ -1,0 +1,113 @@
+"""Tiny models, and every method of the library with options under which it has something to lose."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import decode
+from jaxspec.methods import Method, Models, Plain, find_methods
+from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_cache, init_params
+
+VOCAB, NEVER = 19, 18  # greedy decoding never emits the id NEVER
+G = 2  # drafts per round
+
+# on prompts of a few dozen tokens the default budgets would keep every row
+OPTIONS = {
+    "draft-model": {"num_draft": G},
+    "plain": {},
+    "quest": {"num_draft": G, "rho": 0.1, "min_keep": 4, "page_size": 4},
+    "streaming": {"num_draft": G, "rho": 0.1, "min_keep": 6},
+    "vegas": {"num_draft": G, "rho": 0.1, "min_keep": 4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its models."""
+
+    name: str
+    method: Method
+    models: Models
+
+    def generate(self, prompt, length, key, **options):
+        method = options.pop("method", self.method)
+        params = options.pop("params", self.models.params)
+        return decode.generate(
+            self.models.target,
+            params,
+            prompt,
+            length,
+            key,
+            method=method,
+            draft_params=self.models.draft_params,
+            **options,
+        )
+
+
+@cache
+def tiny_model(layers=2, vocab=VOCAB, seed=0):
+    config = ModelConfig("llama", vocab, 16, 32, layers, 4, 2, 8, 4096, RopeConfig())
+    params = init_params(config, jax.random.key(seed))
+    params["lm_head"] = params["lm_head"] * 2  # some tokens shall be likely
+    if vocab == VOCAB:
+        params["lm_head"] = params["lm_head"].at[NEVER].set(0)
+    return Decoder(config), params
+
+
+@cache
+def similar_model(layers=2, vocab=VOCAB, extra=5, seed=0):
+    """The same model with noise in its weights and `extra` more (or, negative, fewer) ids: a fair draft model."""
+    target, params = tiny_model(layers, vocab, seed)
+    config = dataclasses.replace(target.config, vocab_size=vocab + extra)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    leaves = [x + 0.15 * jnp.std(x) * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    noisy = jax.tree.unflatten(tree, leaves)
+    for name in ("embedding", "lm_head"):
+        noisy[name] = jnp.pad(noisy[name], ((0, max(extra, 0)), (0, 0)), constant_values=0.5)[: vocab + extra]
+    return Decoder(config), noisy
+
+
+def make_case(name, layers=2, vocab=VOCAB, **changes):
+    method = find_methods()[name]
+    options = {**OPTIONS.get(name, {"num_draft": G}), **changes}
+    target, params = tiny_model(layers, vocab)
+    draft_params = None
+    if method.needs_draft_params:
+        options["model"], draft_params = similar_model(layers, vocab)
+    return Case(name, method(**options), Models(target, params, draft_params))
+
+
+def plain_case(layers=2, vocab=VOCAB):
+    return Case("plain", Plain(), Models(*tiny_model(layers, vocab)))
+
+
+LENGTHS = np.array([40, 7, 1], np.int32)
+
+
+def prompts(vocab=VOCAB - 1):
+    """Ragged prompts, int32 [3, 40] and [3]; what stands behind their ends is another valid id."""
+    return np.random.default_rng(1).integers(0, vocab, (3, 40)).astype(np.int32), LENGTHS
+
+
+def full_logits(models, tokens):
+    """Teacher-forced logits [n, V] of one sequence, in one dense forward."""
+    tokens = jnp.asarray(tokens, jnp.int32)[None]
+    cache = init_cache(models.target.config, 1, tokens.shape[1], jnp.float32)
+    return np.asarray(models.forward(tokens, cache, jnp.int32(0)).logits[0], np.float64)
+
+
+def assert_same_greedy(models, prompt, tokens, expected):
+    """Equal, except after a place where the two likeliest tokens are within 1e-4 of each other; says where."""
+    tokens, expected = np.asarray(tokens), np.asarray(expected)
+    different = np.flatnonzero(tokens != expected)
+    if different.size:
+        at = different[0]
+        logits = np.sort(full_logits(models, [*prompt, *expected[:at]])[-1])
+        gap = logits[-1] - logits[-2]
+        assert gap < 1e-4, f"token {at} is {tokens[at]} instead of {expected[at]}, {gap} apart"
+        print(f"tie at token {at}: {gap}")
