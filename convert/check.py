@@ -129,7 +129,7 @@ def _cut(ids: list[int], count: int) -> list[int]:
 
 
 def _run(loaded: Loaded, tokens: list[int], num_cached: int) -> tuple[np.ndarray, np.ndarray]:
-    """float32 logits [T, V] of one forward, and [num_cached, V] of single steps after a prefill."""
+    """float32 logits [T, V] of one forward, and [num_cached, V] of single steps over a cache of the tokens before."""
 
     @jax.jit
     def forward(params: Params, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
@@ -141,14 +141,15 @@ def _run(loaded: Loaded, tokens: list[int], num_cached: int) -> tuple[np.ndarray
 
     ids = jnp.array([tokens], jnp.int32)
     empty = init_cache(loaded.config, 1, len(tokens), jnp.float32)
-    logits = np.asarray(forward(loaded.params, ids, empty, start(0))[0])
+    logits, cache = forward(loaded.params, ids, empty, start(0))
     prefix = len(tokens) - num_cached
-    _, cache = forward(loaded.params, ids[:, :prefix], empty, start(0))
+    # the rows to come are made unusable, so that each step depends on the row that it writes
+    cache = jax.tree.map(lambda rows: rows.at[:, prefix:].set(jnp.nan), cache)
     steps = []
     for i in range(prefix, len(tokens)):
         step, cache = forward(loaded.params, ids[:, i : i + 1], cache, start(i))
         steps.append(np.asarray(step[0]))
-    return logits, np.stack(steps)
+    return np.asarray(logits), np.stack(steps)
 
 
 def _logit_row(name: str, ours: np.ndarray, reference: np.ndarray) -> CheckRow:
