@@ -1,6 +1,7 @@
 """Checks what `generate` and `stream` are asked for, and pads prompts to one of a few widths."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -48,17 +49,18 @@ def check_request(
     draft_params: Params | None,
 ) -> Request:
     """Validates the arguments of `generate`, which documents them. Raises ValueError."""
-    config = model.config
-    limit = config.capacity_limit
     for name, value, kind in (("model", model, Decoder), ("method", method, Method), ("sampling", sampling, Sampling)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
     if method.needs_draft_params != (draft_params is not None):
         needs = "needs" if method.needs_draft_params else "takes no"
         raise ValueError(f"method {type(method).__name__} {needs} draft_params")
+    limit, vocab_size = model.config.capacity_limit, model.config.vocab_size
     max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1, limit)
     pad_id = _integer("pad_id", pad_id, -(2**31), 2**31 - 1)
-    eos_ids = [_integer("eos_ids", i, 0, config.vocab_size - 1) for i in eos_ids]
+    if not isinstance(eos_ids, Iterable):
+        raise ValueError(f"eos_ids must be a sequence of ids, got {eos_ids!r}")
+    eos_ids = [_integer("eos_ids", i, 0, vocab_size - 1) for i in eos_ids]
 
     prompt = _integer_array("prompt", prompt)
     prompt_length = _integer_array("prompt_length", prompt_length)
@@ -70,38 +72,32 @@ def check_request(
     keys = _row_keys(key, batch)
     sampling = sampling.check(batch)
 
-    if _concrete(prompt_length):
-        lengths = np.asarray(prompt_length)
+    # concrete values stay in numpy: eager jax operations would compile a program per prompt width
+    traced = isinstance(prompt, jax.core.Tracer) or isinstance(prompt_length, jax.core.Tracer)
+    xp = jnp if traced else np
+    if isinstance(prompt_length, np.ndarray):
+        lengths = prompt_length
         _check_rows(lengths, (lengths < 1) | (lengths > width), f"prompt_length must lie in 1..{width}")
         room = limit - max_new_tokens
         message = f"prompt_length + max_new_tokens must fit the model's {limit} positions: prompt_length <= {room}"
         _check_rows(lengths, lengths > room, message)
         width = int(lengths.max())
         prompt = prompt[:, :width]
-        if _concrete(prompt):
-            ids = np.asarray(prompt)
-            wrong = ((ids < 0) | (ids >= config.vocab_size)) & (np.arange(width) < lengths[:, None])
-            _check_rows(ids[wrong], np.ones(wrong.sum(), bool), f"prompt ids must lie in 0..{config.vocab_size - 1}")
-    elif width >= 2**31 - max_new_tokens:
-        raise ValueError(f"prompt of width {width} is too wide")
-
-    prompt = jnp.pad(prompt, ((0, 0), (0, bucket(width) - width))).astype(jnp.int32)
-    inside = jnp.arange(prompt.shape[1]) < prompt_length[:, None]
-    valid = (prompt_length >= 1) & (prompt_length <= min(width, limit - max_new_tokens))
-    valid &= ~jnp.any(inside & ((prompt < 0) | (prompt >= config.vocab_size)), axis=1)
+    inside = xp.arange(width) < prompt_length[:, None]
+    wrong = inside & ((prompt < 0) | (prompt >= vocab_size))
+    if not traced:
+        _check_rows(prompt, wrong, f"prompt ids must lie in 0..{vocab_size - 1}")
+    valid = (prompt_length >= 1) & (prompt_length <= min(width, limit - max_new_tokens)) & ~xp.any(wrong, axis=1)
+    padding = ((0, 0), (0, bucket(width) - width))
     return Request(
-        prompt=jnp.where(inside, prompt, 0),
-        prompt_length=jnp.where(valid, prompt_length, 1).astype(jnp.int32),
-        valid=valid,
+        prompt=xp.pad(xp.where(inside, prompt, 0).astype(np.int32), padding),
+        prompt_length=xp.where(valid, prompt_length, 1).astype(np.int32),
+        valid=valid & sampling.valid,
         keys=keys,
-        sampling=jax.tree.map(jnp.asarray, sampling),
-        eos_ids=jnp.asarray(eos_ids, jnp.int32).reshape(-1),
-        pad_id=jnp.int32(pad_id),
+        sampling=sampling,
+        eos_ids=np.array(eos_ids, np.int32),
+        pad_id=np.int32(pad_id),
     )
-
-
-def _concrete(x: Any) -> bool:
-    return not isinstance(x, jax.core.Tracer)
 
 
 def _check_rows(values: np.ndarray, wrong: np.ndarray, message: str) -> None:
@@ -122,19 +118,24 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _integer_array(name: str, value: Any) -> Array | np.ndarray:
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    try:
+        array = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer array, got a ragged one") from None
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array, got dtype {array.dtype}")
-    return array
+    # what it is compared with need not fit a smaller type
+    return array.astype(np.int32) if array.dtype.itemsize < 4 else array
 
 
 def _row_keys(key: Any, batch: int) -> Array:
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a JAX PRNG key, got {type(key).__name__}; make one with jax.random.key(seed)")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != jnp.uint32 or key.ndim not in (1, 2):
-            raise ValueError(f"key must be a JAX PRNG key, got dtype {key.dtype} and shape {key.shape}")
-        key = jax.random.wrap_key_data(key)
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError):
+            raise ValueError(f"key must be a JAX PRNG key, got dtype {key.dtype} and shape {key.shape}") from None
     if key.shape == (batch,):
         return key
     if key.shape != ():

@@ -1,5 +1,7 @@
 """Sampling: every filter in one place, by threshold search instead of sorting the vocabulary."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,14 @@ from flax import struct
 from jaxspec.types import Array
 
 GREEDY_BELOW = 1e-4  # temperatures under this are argmax: dividing by them would overflow
+
+_FLOAT32 = np.finfo(np.float32)
+_RANGES = {
+    "temperature": (0, _FLOAT32.max, "a finite number >= 0"),
+    "top_k": (1, 2**31 - 1, "an integer >= 1"),
+    "top_p": (_FLOAT32.tiny, 1, "a number in (0, 1]"),
+    "min_p": (0, 1, "a number in [0, 1]"),
+}
 
 
 @struct.dataclass
@@ -31,18 +41,28 @@ class Sampling:
         """Whether this is known to be greedy without looking at traced values."""
         return self.temperature is None
 
+    @property
+    def valid(self) -> Array | np.ndarray:
+        """Whether the values are possible, bool [] or [B]; false for NaN."""
+        checks = [np.True_]
+        for name, (low, high, _) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                checks.append((value >= low) & (value <= high))
+        return functools.reduce(operator.and_, checks)
+
     def check(self, batch: int) -> "Sampling":
-        """Validates shapes, dtypes and concrete values; returns the greedy form when every temperature is tiny.
+        """Validates shapes, dtypes and concrete values.
+
+        Returns:
+            The same as arrays of one dtype per field, so that 1 and 1.0 share a program; the greedy form when every
+            temperature is tiny.
 
         Raises:
             ValueError: names the field and what it may be.
         """
-        for name, low, high, what in (
-            ("temperature", 0, np.inf, "a finite number >= 0"),
-            ("top_k", 1, 2**31 - 1, "an integer >= 1"),
-            ("top_p", np.nextafter(0, 1), 1, "a number in (0, 1]"),
-            ("min_p", 0, 1, "a number in [0, 1]"),
-        ):
+        arrays = {}
+        for name, (_, _, what) in _RANGES.items():
             value = getattr(self, name)
             if value is None:
                 continue
@@ -52,13 +72,17 @@ class Sampling:
             integral = jnp.issubdtype(array.dtype, jnp.integer)
             if not integral and (name == "top_k" or not jnp.issubdtype(array.dtype, jnp.floating)):
                 raise ValueError(f"sampling {name} must be {what}, got {value!r}")
-            if isinstance(array, np.ndarray) and not np.all((array >= low) & (array <= high) & (array < np.inf)):
+            if isinstance(array, np.ndarray) and not np.all(Sampling(**{name: array}).valid):
                 raise ValueError(f"sampling {name} must be {what}, got {value!r}")
-        temperature = self.temperature
-        if temperature is None and not (self.top_k is None and self.top_p is None and self.min_p is None):
+            arrays[name] = array.astype(np.int32 if name == "top_k" else np.float32)
+        if self.temperature is None and arrays:
             raise ValueError("sampling filters need a temperature: without one decoding is greedy")
-        known = temperature is not None and not isinstance(temperature, jax.core.Tracer)
-        return Sampling() if known and np.all(np.asarray(temperature) < GREEDY_BELOW) else self
+        temperature = arrays.get("temperature")
+        return (
+            Sampling()
+            if isinstance(temperature, np.ndarray) and np.all(temperature < GREEDY_BELOW)
+            else Sampling(**arrays)
+        )
 
 
 def to_probs(logits: Array, sampling: Sampling) -> Array:

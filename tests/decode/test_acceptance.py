@@ -134,7 +134,7 @@ def test_draft_from_rounded_logits():
 
 
 def test_residual_that_vanishes():
-    """p = q, exactly and up to rounding: everything is accepted, and what would follow a rejection is a distribution."""
+    """p = q, exactly and up to rounding: all is accepted, and what would follow a rejection is a distribution."""
     target = Chain(8, 2, 0)
     joint = output_joint(target, target, 2, lambda path: 2)
     assert total_variation(joint, target_joint(target, 3)) < 1e-6
