@@ -4,9 +4,18 @@ Letters used throughout: B batch, T query rows, S cache capacity, M index-buffer
 G = N / K, H head dim. Query head n reads kv head n // G. A cache row is visible to a query iff 0 <= row <= position.
 """
 
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.attention_scores import attention_scores
 from pallas_kernels.cached_attention import cached_attention
+from pallas_kernels.rope_and_cache import rope_and_cache
 from pallas_kernels.row_selection import row_selection
 from pallas_kernels.sparse_attention import sparse_attention
 
-__all__ = ["attention_scores", "cached_attention", "row_selection", "sparse_attention"]
+__all__ = [
+    "add_rms_norm",
+    "attention_scores",
+    "cached_attention",
+    "rope_and_cache",
+    "row_selection",
+    "sparse_attention",
+]

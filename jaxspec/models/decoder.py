@@ -1,6 +1,6 @@
 """The one decoder. Every method calls it with a selection, a layer mask or a collect request; none owns a copy."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.rope import apply_rope, rope_tables
+from jaxspec.models.rope import rope_tables
 from jaxspec.types import (
     Array,
     Collect,
@@ -20,22 +20,22 @@ from jaxspec.types import (
     LayerMask,
     Params,
 )
-from pallas_kernels import cached_attention, sparse_attention
+from pallas_kernels import add_rms_norm, cached_attention, rope_and_cache, sparse_attention
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, float32 inside (Zhang and Sennrich, arXiv 1910.07467)."""
+    """Root-mean-square norm over the last axis, after a residual addition."""
 
     size: int
     eps: float
+    backend: str | None = None
 
     def setup(self) -> None:
         self.scale = self.param("scale", nn.initializers.ones, (self.size,))
 
-    def __call__(self, x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale.astype(jnp.float32)).astype(x.dtype)
+    def __call__(self, x: Array, update: Array | None = None) -> tuple[Array, Array]:
+        """x + update and its norm, both [B, T, D]."""
+        return add_rms_norm(x, update, self.scale, eps=self.eps, backend=self.backend)
 
 
 class Projection(nn.Module):
@@ -53,11 +53,11 @@ class Projection(nn.Module):
         if self.use_bias:
             self.bias = self.param("bias", nn.initializers.zeros, self.outputs)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, *, add_bias: bool = True) -> Array:
         n = len(self.inputs)
         contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         out = jax.lax.dot_general(x, self.kernel, (contract, ((), ())), precision=_precision(x))
-        return out + self.bias if self.use_bias else out
+        return out + self.bias if self.use_bias and add_bias else out
 
 
 class Attention(nn.Module):
@@ -87,15 +87,18 @@ class Attention(nn.Module):
     ) -> tuple[Array, LayerCache, Array, Array | None]:
         """Returns the sublayer's output [B,T,D], the cache with this call's rows, q [B,T,N,H] and row scores."""
         c = self.config
-        batch, num_rows, _ = x.shape
-        qkv = self.qkv(x)
-        q, k, v = qkv[:, :, :, : c.group_size], qkv[:, :, :, c.group_size], qkv[:, :, :, c.group_size + 1]
-        q = q.reshape(batch, num_rows, c.num_heads, c.head_dim)
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        cache = LayerCache(write_rows(cache.k, k, start), write_rows(cache.v, v, start))
-        start = jnp.broadcast_to(start, (batch,))
+        q, *kv = rope_and_cache(
+            self.qkv(x, add_bias=False),
+            *cache,
+            *rope,
+            start,
+            bias=self.qkv.bias if c.qkv_bias else None,
+            q_scale=self.q_norm.scale if c.qk_norm else None,
+            k_scale=self.k_norm.scale if c.qk_norm else None,
+            eps=c.rms_norm_eps,
+            backend=self.backend,
+        )
+        cache = LayerCache(*kv)
         scale = c.head_dim**-0.5
         scores = None
         if selection is None:
@@ -111,7 +114,7 @@ class Attention(nn.Module):
             )
         else:
             if isinstance(selection, KVSelector):
-                positions = start[:, None] + jnp.arange(num_rows)
+                positions = start[:, None] + jnp.arange(x.shape[1])
                 rows = selection.select(self.layer, q, cache, positions, selection.state)
             else:
                 rows = selection.rows[min(self.layer, selection.rows.shape[0] - 1)]
@@ -145,7 +148,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Sublayers can be skipped."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Sublayers can be skipped.
+
+    A sublayer takes the residual stream in two parts, x and the update of the sublayer before it, and returns their sum
+    and an update of its own: the addition is part of the next norm's kernel.
+    """
 
     config: ModelConfig
     layer: int
@@ -153,19 +160,22 @@ class Block(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.backend)
         self.attention = Attention(c, self.layer, self.backend)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.backend)
         self.mlp = MLP(c)
 
-    def attend(self, x: Array, cache: LayerCache, *args: Any) -> tuple[Array, LayerCache, Array, Array | None]:
-        """Attention sublayer with its residual."""
-        out, cache, q, scores = self.attention(self.attention_norm(x), cache, *args)
-        return x + out, cache, q, scores
+    def attend(
+        self, x: Array, update: Array | None, cache: LayerCache, *args: Any
+    ) -> tuple[Array, Array, LayerCache, Array, Array | None]:
+        """Attention sublayer: x, update, and what `Attention` returns besides."""
+        x, normed = self.attention_norm(x, update)
+        return x, *self.attention(normed, cache, *args)
 
-    def feed_forward(self, x: Array) -> Array:
-        """MLP sublayer with its residual."""
-        return x + self.mlp(self.mlp_norm(x))
+    def feed_forward(self, x: Array, update: Array | None) -> tuple[Array, Array]:
+        """MLP sublayer: x, update."""
+        x, normed = self.mlp_norm(x, update)
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -181,7 +191,7 @@ class Decoder(nn.Module):
         c = self.config
         self.embedding = self.param("embedding", nn.initializers.normal(1.0), (c.vocab_size, c.hidden_size))
         self.layers = [Block(c, layer, self.backend) for layer in range(c.num_layers)]
-        self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.backend)
         if not c.tie_word_embeddings:
             # rows are tokens, as in the embedding, so that tied and untied heads are one contraction
             self.lm_head = self.param("lm_head", nn.initializers.lecun_normal(1, 0), (c.vocab_size, c.hidden_size))
@@ -224,71 +234,66 @@ class Decoder(nn.Module):
             raise ValueError(f"selection.rows must be [{c.num_layers} or 1, B, M], got shape {selection.rows.shape}")
         if not set(collect.queries) <= set(range(c.num_layers)):
             raise ValueError(f"collect.queries must name layers 0..{c.num_layers - 1}, got {collect.queries}")
-        positions = jnp.atleast_1d(start)[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions, tokens.shape)
-        rope = rope_tables(c.rope, c.head_dim, positions)
-        x = self.embedding[tokens]
+        start = jnp.broadcast_to(start, tokens.shape[:1])
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        context = (start, rope_tables(c.rope, c.head_dim, positions), selection, collect)
+        # the residual stream is x + update; the sum is left to the next norm's kernel where there is one
+        x, update = self.embedding[tokens], None
         caches, scores, queries, hidden = [], [], {}, [x]
         for i, block in enumerate(self.layers):
-            attend = layers is None or layers.attn[i]
-            if attend is True:
-                x, layer_cache, q, layer_scores = block.attend(x, cache[i], start, rope, selection, collect)
+            layer_cache = cache[i]
+            run = layers is None or layers.attn[i]
+            if run is True:
+                x, update, layer_cache, queries[i], layer_scores = block.attend(x, update, layer_cache, *context)
                 scores.append(layer_scores)
-                queries[i] = q
-            else:
-                x, layer_cache = _maybe(
-                    attend,
-                    lambda x, kv, i=i: self._sublayer(i, "attend", x, kv, start, rope, selection, collect)[:2],
-                    x,
-                    cache[i],
-                )
+            elif run is not False:
+                attend = partial(self._attend_alone, i, context)
+                x, layer_cache = jax.lax.cond(run, attend, lambda *same: same, _sum(x, update), layer_cache)
+                update = None
             caches.append(layer_cache)
-            hidden.append(x)
-            run_mlp = layers is None or layers.mlp[i]
-            if run_mlp is True:
-                x = block.feed_forward(x)
-            else:
-                (x,) = _maybe(run_mlp, lambda x, i=i: (self._sublayer(i, "feed_forward", x),), x)
-            hidden.append(x)
+            hidden.append(_sum(x, update))
+            run = layers is None or layers.mlp[i]
+            if run is True:
+                x, update = block.feed_forward(x, update)
+            elif run is not False:
+                feed_forward = partial(self._feed_forward_alone, i)
+                x, update = jax.lax.cond(run, feed_forward, lambda x: x, _sum(x, update)), None
+            hidden.append(_sum(x, update))
         return ForwardOut(
-            logits=self.logits(x),
+            logits=self.logits(x, update),
             cache=tuple(caches),
             row_scores=None if collect.scored_rows is None else jnp.stack(scores),
             queries=tuple(queries[i] for i in collect.queries),
             hidden=jnp.stack(hidden) if collect.hidden else None,
         )
 
-    def _sublayer(self, layer: int, method: str, *args: Any) -> Any:
+    def logits(self, x: Array, update: Array | None = None) -> Array:
+        """float32 logits [B, T, V] of the residual stream x + update [B, T, D]."""
+        _, x = self.final_norm(x, update)
+        head = self.embedding if self.config.tie_word_embeddings else self.lm_head
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, head, contract, precision=_precision(x), preferred_element_type=jnp.float32)
+
+    def _attend_alone(self, layer: int, context: tuple[Any, ...], x: Array, cache: LayerCache) -> tuple[Any, ...]:
+        x, update, cache, *_ = self._apply_block(layer, "attend", x, None, cache, *context)
+        return x + update, cache
+
+    def _feed_forward_alone(self, layer: int, x: Array) -> Array:
+        return _sum(*self._apply_block(layer, "feed_forward", x, None))
+
+    def _apply_block(self, layer: int, method: str, *args: Any) -> Any:
         # a stateless apply, because bound modules may not be called inside lax.cond
         block = Block(self.config, layer, self.backend, parent=None)
         return block.apply({"params": self.variables["params"][f"layers_{layer}"]}, *args, method=method)
 
-    def logits(self, x: Array) -> Array:
-        """float32 logits [..., V] of residual-stream rows [..., D]."""
-        head = self.embedding if self.config.tie_word_embeddings else self.lm_head
-        contract = (((x.ndim - 1,), (1,)), ((), ()))
-        x = self.final_norm(x)
-        return jax.lax.dot_general(x, head, contract, precision=_precision(x), preferred_element_type=jnp.float32)
+
+def _sum(x: Array, update: Array | None) -> Array:
+    return x if update is None else x + update
 
 
 def _precision(x: Array) -> jax.lax.Precision | None:
     # a float32 model means float32: the GPU's default would be TF32
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
-def _maybe(run: Array | bool, sublayer: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-    if isinstance(run, bool):
-        return sublayer(*args) if run else args
-    return jax.lax.cond(run, sublayer, lambda *args: args, *args)
-
-
-def write_rows(cache: Array, rows: Array, start: Array) -> Array:
-    """Writes rows [B, T, K, H] into cache [B, S, K, H] at start (int32 [B], or [] when shared). Never clamps silently:
-    the caller's capacity must hold start + T."""
-    rows = rows.astype(cache.dtype)
-    if start.ndim == 0 or cache.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(cache, rows, (0, start.reshape(-1)[0] if start.ndim else start, 0, 0))
-    return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (s, 0, 0)))(cache, rows, start)
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:

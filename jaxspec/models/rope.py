@@ -139,13 +139,6 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Arra
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates x [B, T, heads, H] by tables [B, T, H / 2]: dimension i pairs with i + H / 2. float32 inside."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
-
-
 def _llama3(inv_freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     wavelength = 2 * math.pi / inv_freq
     smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (

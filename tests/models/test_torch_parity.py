@@ -128,12 +128,12 @@ def test_modules(case, pair):
         tables = rope_tables(c.rope, c.head_dim, jnp.broadcast_to(positions, (BATCH, 6)))
         options = cache, jnp.zeros(BATCH, jnp.int32), tables, None, Collect()
         block = Block(c, 1, "xla")
-        attended = block.apply({"params": p}, x, *options, method="attend")[0]
+        attended = block.apply({"params": p}, 0.25 * x, 0.75 * x, *options, method="attend")[:2]
         return {
-            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps).apply({"params": p["attention_norm"]}, 7 * x),
+            "norm": RMSNorm(c.hidden_size, c.rms_norm_eps).apply({"params": p["attention_norm"]}, 3 * x, 4 * x)[1],
             "mlp": MLP(c).apply({"params": p["mlp"]}, x),
             "attention": Attention(c, 1, "xla").apply({"params": p["attention"]}, x, *options)[0],
-            "block": block.apply({"params": p}, attended, method="feed_forward"),
+            "block": sum(block.apply({"params": p}, *attended, method="feed_forward")),
             "head": model.apply({"params": params}, x, method="logits"),
         }
 

@@ -1,0 +1,54 @@
+"""Pallas-Triton kernel of `add_rms_norm`: one program per row, the whole row in registers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+
+def _kernel(*refs, size: int, eps: float, has_update: bool) -> None:
+    """x, update [R,D], scale [D] -> sum [R,D] (with an update only), norm [R,D]."""
+    x_ref, *update_ref, scale_ref = refs[: 2 + has_update]
+    *sum_ref, norm_ref = refs[2 + has_update :]
+    row = pl.program_id(0)
+    column = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
+    mask = column < size
+    y = pltriton.load(x_ref.at[row, column], mask=mask, other=0.0)
+    # interpret mode drops stores whose index is past the end, the GPU those that are masked
+    at = jnp.where(mask, column, size)
+    if has_update:
+        update = pltriton.load(update_ref[0].at[row, column], mask=mask, other=0.0)
+        y = (y.astype(jnp.float32) + update.astype(jnp.float32)).astype(y.dtype)
+        pltriton.store(sum_ref[0].at[row, at], y, mask=mask)
+    y = y.astype(jnp.float32)
+    scale = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y) / size + eps) * scale
+    pltriton.store(norm_ref.at[row, at], y.astype(norm_ref.dtype), mask=mask)
+
+
+def add_rms_norm(
+    x: jax.Array, update: jax.Array | None, scale: jax.Array, *, eps: float, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the public op."""
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    has_update = update is not None
+    operands = [rows, update.reshape(-1, size), scale] if has_update else [rows, scale]
+    out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    results = pl.pallas_call(
+        functools.partial(_kernel, size=size, eps=eps, has_update=has_update),
+        out_shape=(out,) * (1 + has_update),
+        grid=(rows.shape[0],),
+        # 16 values per thread: enough loads in flight, few steps in the reduction
+        compiler_params=pltriton.CompilerParams(
+            num_warps=min(pl.next_power_of_2(max(size // 512, 1)), 16), num_stages=1
+        ),
+        interpret=interpret,
+        name="add_rms_norm",
+    )(*operands)
+    y = results[0].reshape(x.shape) if has_update else x
+    return y, results[-1].reshape(x.shape)

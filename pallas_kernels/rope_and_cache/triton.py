@@ -1,0 +1,99 @@
+"""Pallas-Triton kernel of `rope_and_cache`: one program per token and kv head, caches updated in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+
+def _kernel(
+    qkv_ref, cos_ref, sin_ref, start_ref, bias_ref, q_scale_ref, k_scale_ref, q_out, k_out, v_out, *, eps: float
+) -> None:  # fmt: skip
+    """qkv [B,T,K,G+2,H], cos and sin [B,T,H/2], start [B] -> q_out [B,T,N,H], rows of k_out and v_out [B,S,K,H]."""
+    token, kv_head, batch = (pl.program_id(axis) for axis in range(3))
+    group, head_dim = qkv_ref.shape[3] - 2, qkv_ref.shape[4]
+    dtype = q_out.dtype
+    pair = jnp.arange(pl.next_power_of_2(head_dim // 2), dtype=jnp.int32)
+    in_half = pair < head_dim // 2
+    columns = (pair, pair + head_dim // 2)
+    cos = pltriton.load(cos_ref.at[batch, token, pair], mask=in_half, other=0.0)
+    sin = pltriton.load(sin_ref.at[batch, token, pair], mask=in_half, other=0.0)
+
+    def read(member, mask, column):
+        x = pltriton.load(qkv_ref.at[batch, token, kv_head, member, column], mask=mask, other=0.0)
+        if bias_ref is not None:
+            bias = pltriton.load(bias_ref.at[kv_head, member, column], mask=mask, other=0.0)
+            x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
+        return x
+
+    def norm_and_rotate(low, high, scale_ref):
+        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+        if scale_ref is not None:
+            square_sum = jnp.sum(low * low + high * high, axis=-1, keepdims=True)
+            factor = jax.lax.rsqrt(square_sum / head_dim + eps)
+            scales = (pltriton.load(scale_ref.at[column], mask=in_half, other=0.0) for column in columns)
+            low, high = (
+                (x * factor * scale.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+                for x, scale in zip((low, high), scales, strict=True)
+            )
+        return low * cos - high * sin, high * cos + low * sin
+
+    def write(ref, index, mask, column, x):
+        # interpret mode drops stores whose index is past the end, the GPU those that are masked
+        column = jnp.where(mask, column, head_dim)
+        pltriton.store(ref.at[*index, column], x.astype(dtype), mask=mask)
+
+    row = start_ref[batch] + token
+    k = norm_and_rotate(*(read(group, in_half, column) for column in columns), k_scale_ref)
+    v = [read(group + 1, in_half, column) for column in columns]
+    for ref, halves in ((k_out, k), (v_out, v)):
+        for column, x in zip(columns, halves, strict=True):
+            write(ref, (batch, row, kv_head), in_half, column, x)
+
+    member = jnp.arange(pl.next_power_of_2(group), dtype=jnp.int32)[:, None]
+    mask = (member < group) & in_half[None, :]
+    q = norm_and_rotate(*(read(member, mask, column[None, :]) for column in columns), q_scale_ref)
+    for column, x in zip(columns, q, strict=True):
+        write(q_out, (batch, token, kv_head * group + member), mask, column[None, :], x)
+
+
+def rope_and_cache(
+    qkv: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    start: jax.Array,
+    *,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    eps: float,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the public op."""
+    batch, num_rows, kv_heads, members, head_dim = qkv.shape
+    optional = [bias, q_scale, k_scale]
+    operands = [qkv, cos, sin, start, *(x for x in optional if x is not None)]
+
+    def kernel(*refs):
+        inputs = iter(refs[: len(operands)])
+        required = [next(inputs) for _ in range(4)]
+        _kernel(*required, *(None if x is None else next(inputs) for x in optional), *refs[-3:], eps=eps)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, num_rows, kv_heads * (members - 2), head_dim), qkv.dtype),
+            jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype),
+            jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
+        ),
+        # tokens first: the other grid axes hold 65,535 programs at most
+        grid=(num_rows, kv_heads, batch),
+        input_output_aliases={len(operands): 1, len(operands) + 1: 2},
+        compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="rope_and_cache",
+    )(*operands, k_cache, v_cache)
