@@ -70,7 +70,7 @@ def check_request(
     if prompt_length.shape != (batch,):
         raise ValueError(f"prompt_length must have shape [{batch}], one per prompt, got {prompt_length.shape}")
     keys = _row_keys(key, batch)
-    sampling = sampling.check(batch)
+    sampling = sampling.check(batch).arrays
 
     # concrete values stay in numpy: eager jax operations would compile a program per prompt width
     traced = isinstance(prompt, jax.core.Tracer) or isinstance(prompt_length, jax.core.Tracer)

@@ -51,22 +51,28 @@ class Sampling:
                 checks.append((value >= low) & (value <= high))
         return functools.reduce(operator.and_, checks)
 
-    def check(self, batch: int) -> "Sampling":
-        """Validates shapes, dtypes and concrete values.
+    @property
+    def arrays(self) -> "Sampling":
+        """The same with arrays of one dtype per field, so that 1 and 1.0 share a program."""
+        values = {name: getattr(self, name) for name in _RANGES}
+        return Sampling(
+            **{
+                name: None if value is None else _array(value).astype(np.int32 if name == "top_k" else np.float32)
+                for name, value in values.items()
+            }
+        )
 
-        Returns:
-            The same as arrays of one dtype per field, so that 1 and 1.0 share a program; the greedy form when every
-            temperature is tiny.
+    def check(self, batch: int) -> "Sampling":
+        """Validates shapes, dtypes and concrete values; returns the greedy form when every temperature is tiny.
 
         Raises:
             ValueError: names the field and what it may be.
         """
-        arrays = {}
         for name, (_, _, what) in _RANGES.items():
             value = getattr(self, name)
             if value is None:
                 continue
-            array = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+            array = _array(value)
             if array.shape not in ((), (batch,)):
                 raise ValueError(f"sampling {name} must be a scalar or have shape [{batch}], got shape {array.shape}")
             integral = jnp.issubdtype(array.dtype, jnp.integer)
@@ -74,15 +80,11 @@ class Sampling:
                 raise ValueError(f"sampling {name} must be {what}, got {value!r}")
             if isinstance(array, np.ndarray) and not np.all(Sampling(**{name: array}).valid):
                 raise ValueError(f"sampling {name} must be {what}, got {value!r}")
-            arrays[name] = array.astype(np.int32 if name == "top_k" else np.float32)
-        if self.temperature is None and arrays:
+        temperature = self.temperature
+        if temperature is None and not (self.top_k is None and self.top_p is None and self.min_p is None):
             raise ValueError("sampling filters need a temperature: without one decoding is greedy")
-        temperature = arrays.get("temperature")
-        return (
-            Sampling()
-            if isinstance(temperature, np.ndarray) and np.all(temperature < GREEDY_BELOW)
-            else Sampling(**arrays)
-        )
+        known = temperature is not None and not isinstance(temperature, jax.core.Tracer)
+        return Sampling() if known and np.all(np.asarray(temperature) < GREEDY_BELOW) else self
 
 
 def to_probs(logits: Array, sampling: Sampling) -> Array:
@@ -120,6 +122,10 @@ def sample(probs: Array, keys: Array) -> Array:
     """Draws one index per row of probs [B, V] with keys [B]; int32 [B]. Never an index of probability 0."""
     gumbel = jax.vmap(lambda key: jax.random.gumbel(key, probs.shape[-1:], jnp.float32))(keys)
     return jnp.argmax(jnp.where(probs > 0, jnp.log(probs) + gumbel, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def _array(value: Any) -> Array | np.ndarray:
+    return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
 
 
 def _drop_last(value: Array) -> Array:
