@@ -1,22 +1,32 @@
 """Which cache rows a sparse forward reads: pure functions on lengths and scores."""
 
+from fractions import Fraction
+from typing import Any
+
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.types import Array
 from pallas_kernels import row_selection
 
 
 def budget(rho: float, min_keep: int, length: Array, limit: Array) -> Array:
-    """int32 [B] rows to keep of `length` [B]: ceil(rho * length), at least `min_keep`, at most `limit` [B]."""
-    share = jnp.ceil(jnp.float32(rho) * length.astype(jnp.float32)).astype(jnp.int32)
-    return jnp.minimum(jnp.maximum(share, min_keep), limit)
+    """int32 [B] rows to keep of `length` [B]: ceil(rho * length), at least `min_keep`, at most `limit` [B].
+
+    rho counts as the nearest fraction with a denominator up to 10,000, so that 0.07 of 100 rows are 7 and not 8.
+    """
+    return jnp.minimum(jnp.maximum(_share(rho, length), min_keep), limit)
 
 
 def buffer_width(rho: float, min_keep: int, capacity: int) -> int:
     """The largest budget of any length up to `capacity`: the static width of an index buffer."""
-    share = int(np.ceil(np.float32(rho) * np.float32(capacity)))
-    return min(max(share, min_keep), capacity)
+    return min(max(_share(rho, capacity), min_keep), capacity)
+
+
+def _share(rho: float, length: Any) -> Any:
+    share = Fraction(repr(float(rho))).limit_denominator(10_000)
+    whole, rest = length // share.denominator, length % share.denominator
+    # split so that products stay below 2^31
+    return whole * share.numerator - (-rest * share.numerator) // share.denominator
 
 
 def top_rows(scores: Array, valid: Array, k: Array, width: int, backend: str | None) -> Array:

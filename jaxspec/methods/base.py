@@ -119,12 +119,12 @@ def _check_field(method: Method, field: dataclasses.Field) -> None:
     value, name = getattr(method, field.name), f"{type(method).__name__} {field.name}"
     limits = field.metadata
     if isinstance(value, Sampling):
-        value = value.check(1)
         try:
             hash(value)
         except TypeError:
             raise ValueError(f"{name} must hold Python numbers, not arrays: methods are static") from None
-        object.__setattr__(method, field.name, value)
+        if value.check(1).greedy:
+            object.__setattr__(method, field.name, Sampling())
     if not limits:
         return
     if limits["choices"] is not None:
