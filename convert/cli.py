@@ -1,6 +1,7 @@
 """The command line of the converter."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare with transformers on real text (needs PyTorch)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST once the new checkpoint is complete")
     args = parser.parse_args(argv)
+    # converting needs no accelerator, and jax would reserve most of its memory
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     try:
         return _run(args)
     except ConversionError as error:

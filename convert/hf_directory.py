@@ -186,7 +186,9 @@ def check_tokenizer_json(path: Path) -> None:
     parse_object(path.read_bytes(), str(path))
     try:
         Tokenizer.from_file(str(path))
-    except Exception as error:  # the bindings raise plain Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the bindings raise plain Exception, or PanicException, which is not one
         raise ConversionError(f"{path}: not a tokenizer ({str(error)[:200]})") from error
 
 

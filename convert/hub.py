@@ -19,9 +19,7 @@ def download(hub_id: str) -> HFDirectory:
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
-        EntryNotFoundError,
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
@@ -51,7 +49,7 @@ def download(hub_id: str) -> HFDirectory:
             f"{hub_id}: no such path here, and the hub cannot be reached; download the repository where there is a "
             "network and give its directory"
         ) from error
-    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the hub's client and the HTTP client below it each have their own
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{hub_id}: download failed: {first_line}") from error
     return HFDirectory(Path(directory), origin=hub_id)

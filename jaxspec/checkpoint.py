@@ -266,7 +266,9 @@ def _load_tokenizer(directory: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # tokenizer classes raise whatever their file formats' readers raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # readers of tokenizer files raise anything, PanicException of the bindings included
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{directory}: the tokenizer cannot be loaded: {first_line[:300]}") from error
 

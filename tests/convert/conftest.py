@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 VOCAB = 384
 
 
