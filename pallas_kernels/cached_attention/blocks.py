@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-MULTIPROCESSORS = 132
+from pallas_kernels.tiling import ceil_div, choose_splits, power_of_two, resident_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class BlockSizes:
       num_warps: warps per program.
       num_stages: depth of the load pipeline.
       split_tail: run the steps that need no causal mask in a loop of their own.
-      sum_logits: add the parts of the aggregated logit in the kernel instead of storing each.
+      stream: mark keys and values as first to leave the L2 cache.
     """
 
     rows: int
@@ -29,16 +29,7 @@ class BlockSizes:
     num_warps: int = 4
     num_stages: int = 3
     split_tail: bool = False
-    sum_logits: bool = True
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power_of_two(n: int, at_least: int = 1) -> int:
-    """Returns the smallest power of two that is at least `n` and `at_least`."""
-    return max(at_least, 1 << (n - 1).bit_length())
+    stream: bool = False
 
 
 def choose_block_sizes(
@@ -47,7 +38,8 @@ def choose_block_sizes(
     """Returns the block sizes for q [B,T,K*G,H] over a cache [B,S,K,H]."""
     width = power_of_two(head_dim, 16)
     packed = power_of_two(num_rows * group, 16)
-    if jnp.dtype(dtype).itemsize == 4:
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize == 4:
         # IEEE float32 products have no tensor-core path; both operands then sit in registers.
         rows, block_s, num_warps, num_stages = min(packed, 32), 32, 4, 2
     elif packed <= 64:
@@ -55,9 +47,7 @@ def choose_block_sizes(
     else:
         # Two warp groups of 64 rows each.
         rows, block_s, num_warps, num_stages = 128, 64, 8, 3 if width <= 128 else 2
-    row_tiles = ceil_div(num_rows * group, rows)
-    programs = batch * kv_heads * row_tiles
-    steps = ceil_div(capacity, block_s)
-    # Two programs per multiprocessor hide each other's latency; a program with fewer than two steps is all overhead.
-    num_splits = max(1, min(ceil_div(2 * MULTIPROCESSORS, programs), steps // 2))
+    programs = batch * kv_heads * ceil_div(num_rows * group, rows)
+    resident = resident_programs(2 * num_stages * block_s * width * itemsize)
+    num_splits = choose_splits(programs, ceil_div(capacity, block_s), resident)
     return BlockSizes(rows, block_s, num_splits, num_warps, num_stages, split_tail=num_splits == 1)

@@ -1,26 +1,27 @@
 """Scores of chosen queries as a by-product of the attention pass.
 
-weight: the tile's scored rows come first, and each step stores their unnormalised weights in the cache's dtype beside
-the running maximum they were taken against. A second kernel multiplies by exp2(maximum - log-sum-exp) and sums. Unlike
-stored logits, these keep the relative precision of the dtype.
+weight: the chosen queries are multiplied with each tile of keys a second time, in a small product of their own, and
+their weights are stored (see `row_weights`). Taking them out of the big tile instead moves all of it through shared
+memory.
 
 logit: logits are linear in the query, so the sum over heads and queries is the logit of one summed query. It is split
-in two parts of the cache's dtype, which keeps about twice the dtype's precision, and rides along as a 16-row product.
+in two parts of the cache's dtype, which keeps about twice the dtype's precision, and rides along as the same small
+product.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.cached_attention.blocks import BlockSizes, ceil_div, power_of_two
+from pallas_kernels import row_weights
+from pallas_kernels.cached_attention.blocks import BlockSizes
+from pallas_kernels.tiling import ceil_div, power_of_two
 
 
 class Refs(NamedTuple):
@@ -30,8 +31,7 @@ class Refs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    order: Any = None
-    summed: Any = None
+    scored: Any = None
     out: Any = None
     lse: Any = None
     acc: Any = None
@@ -44,204 +44,171 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Which queries to score and how.
+    """Which scores to make of R queries of G heads per kv head, as in the public op."""
 
-    Attributes:
-      scored: int32 [B,R], clipped to [0,T).
-      order: int32 [B,T], every query once, the scored ones first; None where no tile needs it.
-      count: float32 [B,R'], how often the query in each of the first R' = min(R,T) slots is scored.
-      slot: int32 [B,R], where each scored query is in the order.
-      mode, per_row: as in the public op.
-    """
-
-    scored: jax.Array
-    order: jax.Array
-    count: jax.Array
-    slot: jax.Array
+    num_scored: int
+    group: int
     mode: str
     per_row: bool
 
-    @classmethod
-    def create(cls, scored_rows: jax.Array, num_rows: int, mode: str, per_row: bool) -> Request:
-        scored = jnp.clip(scored_rows, 0, num_rows - 1)
-        query = jnp.arange(num_rows, dtype=jnp.int32)
-        count = jnp.sum(scored[:, :, None] == query, axis=1)  # [B,T]
-        # Stable: scored queries first. Rank by counting, which is one small fused loop where a sort is not.
-        before = query[:, None] > query[None, :]
-        is_scored = count > 0
-        ahead = (is_scored[:, None, :] & (~is_scored[:, :, None] | before)) | (
-            ~is_scored[:, None, :] & ~is_scored[:, :, None] & before
-        )
-        rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)  # [B,T], the slot of each query
-        order = jnp.sum(jnp.where(rank[:, :, None] == query, query[:, None], 0), axis=1, dtype=jnp.int32)
-        slots = min(scored_rows.shape[1], num_rows)
-        return cls(
-            scored=scored,
-            order=order,
-            count=jnp.take_along_axis(count, order[:, :slots], axis=1).astype(jnp.float32),
-            slot=jnp.take_along_axis(rank, scored, axis=1),
-            mode=mode,
-            per_row=per_row,
-        )
-
     @property
-    def num_slots(self) -> int:
-        return self.count.shape[1]
-
-    @property
-    def num_parts(self) -> int:
-        return 2 * (self.scored.shape[1] if self.per_row else 1)
-
-    def _factor(self, group: int) -> int:
-        # A power of two is exact, and keeps a sum of many queries inside float16's range.
-        return power_of_two(group * (1 if self.per_row else self.scored.shape[1]))
-
-    def operands(self, q: jax.Array, kv_heads: int) -> dict[str, jax.Array]:
-        """The attention kernel's extra operands."""
+    def columns(self) -> int:
+        """Query rows of the small product: one per query and head, or two parts per summed query."""
         if self.mode == "weight":
-            return {"order": self.order}
-        batch, num_rows, heads, head_dim = q.shape
-        grouped = jnp.sum(q.reshape(batch, num_rows, kv_heads, -1, head_dim).astype(jnp.float32), axis=3)
-        summed = jnp.take_along_axis(grouped, self.scored[:, :, None, None], axis=1)  # [B,R,K,H]
-        if not self.per_row:
-            summed = jnp.sum(summed, axis=1, keepdims=True)
-        summed = jnp.swapaxes(summed, 1, 2) / self._factor(heads // kv_heads)
-        high = summed.astype(q.dtype)
-        low = (summed - high.astype(jnp.float32)).astype(q.dtype)
-        padding = power_of_two(self.num_parts, 16) - self.num_parts
-        return {"summed": jnp.pad(jnp.concatenate([high, low], axis=2), ((0, 0), (0, 0), (0, padding), (0, 0)))}
+            return power_of_two(self.num_scored * self.group, 16)
+        return power_of_two(2 * self.num_out, 16)
 
-    def outputs(self, k: jax.Array, group: int, blocks: BlockSizes) -> dict[str, jax.ShapeDtypeStruct]:
+    @property
+    def num_out(self) -> int:
+        return self.num_scored if self.per_row else 1
+
+    def factor(self) -> int:
+        # A power of two is exact, and keeps a sum of many queries inside float16's range.
+        return power_of_two(self.group * (1 if self.per_row else self.num_scored))
+
+    def outputs(self, k: jax.Array, blocks: BlockSizes) -> dict[str, jax.ShapeDtypeStruct]:
         """The attention kernel's extra results."""
         batch, capacity, kv_heads, _ = k.shape
+        first = keys_first(blocks, k.dtype)
         if self.mode == "weight":
-            rows, steps = self.num_slots * group, ceil_div(capacity, blocks.block_s)
-            return {
-                "weights": jax.ShapeDtypeStruct((batch, kv_heads, rows, capacity), k.dtype),
-                "step_top": jax.ShapeDtypeStruct((batch, kv_heads, rows, steps), jnp.float32),
-            }
-        parts = 1 if blocks.sum_logits and not self.per_row else self.num_parts
-        return {"logits": jax.ShapeDtypeStruct((batch, kv_heads, parts, capacity), jnp.float32)}
+            return row_weights.shapes(batch, capacity, kv_heads, self.columns, blocks.block_s, first, k.dtype)
+        if not self.per_row:
+            return {"logits": jax.ShapeDtypeStruct((batch, kv_heads, capacity), jnp.float32)}
+        padded = ceil_div(capacity, blocks.block_s) * blocks.block_s
+        return {"logits": jax.ShapeDtypeStruct((batch, kv_heads, padded, self.columns), jnp.float32)}
 
     def finish(
         self,
         results: dict[str, jax.Array],
-        lse: jax.Array,
+        lse: jax.Array | None,
+        scored: jax.Array,
         start: jax.Array,
-        group: int,
+        capacity: int,
         scale: float,
         blocks: BlockSizes,
         interpret: bool,
     ) -> jax.Array:
         """Turns the attention kernel's extra results into scores, [B,S] or [B,R,S]."""
-        visible = start + jnp.min(self.scored, axis=1) + 1
+        visible = start + jnp.min(scored, axis=1) + 1
         if self.mode == "weight":
-            weights, tops = results["weights"], results["step_top"]
-            return _sum_weights(self, weights, tops, lse, visible, group, blocks.block_s, interpret)
-        summed = jnp.sum(results["logits"], axis=1) * (scale * self._factor(group))
-        batch, parts, capacity = summed.shape
-        if parts > 1:
-            summed = jnp.sum(summed.reshape(batch, 2, parts // 2, capacity), axis=1)
-        scores = summed if self.per_row else summed[:, 0]
-        visible = visible.reshape(batch, *(1,) * (scores.ndim - 1))
-        return jnp.where(jnp.arange(capacity) < visible, scores, -jnp.inf)
+            scores = row_weights.sum_weights(
+                results["weights"],
+                results["step_top"],
+                visible,
+                visible,
+                (lse, scored),
+                self._load_lse,
+                capacity=capacity,
+                keys_first=keys_first(blocks, results["weights"].dtype),
+                used=self.num_scored * self.group,
+                num_out=self.num_out,
+                factor=1.0,
+                interpret=interpret,
+                name="cached_attention_scores",
+            )
+            return scores if self.per_row else scores[:, 0]
+        summed = jnp.sum(results["logits"], axis=1) * (scale * self.factor())
+        if self.per_row:
+            count = self.num_scored
+            summed = jnp.swapaxes(summed[:, :capacity, :count] + summed[:, :capacity, count : 2 * count], 1, 2)
+        visible = visible.reshape(-1, *(1,) * (summed.ndim - 1))
+        return jnp.where(jnp.arange(capacity) < visible, summed, -jnp.inf)
+
+    def _load_lse(self, lse_ref, scored_ref, batch, kv_head, column, mask):
+        slot, head = column // self.group, kv_head * self.group + column % self.group
+        query = pltriton.load(scored_ref.at[batch, slot], mask=mask, other=0)
+        return pltriton.load(lse_ref.at[batch, query, head], mask=mask, other=0.0)
+
+
+def keys_first(blocks: BlockSizes, dtype: jnp.dtype) -> bool:
+    """Whether the attention pass multiplies whole warp groups, see `row_weights.multiply`."""
+    return blocks.rows >= 64 and blocks.block_s >= 64 and jnp.dtype(dtype).itemsize == 2
 
 
 def make_step(
     refs: Refs,
+    request: Request | None,
     batch: jax.Array,
     kv_head: jax.Array,
-    row_tile: jax.Array,
-    tile_row: jax.Array,
-    column: jax.Array,
-    head_dim: int,
-    block_s: int,
+    last_tile: jax.Array | None,
+    dim: jax.Array,
+    scale: float,
+    blocks: BlockSizes,
 ) -> Callable[..., None] | None:
-    """Returns what one step of the attention kernel does for the scores, or None."""
-    if refs.weights is not None:
-        rows, capacity = refs.weights.shape[2:]
-        scored = tile_row < rows
+    """Returns what one step of the attention kernel does for the scores, or None.
 
-        def store_weights(step, row, k, weights, top):
-            del k
-            mask = scored[:, None]
-            if capacity % block_s:
-                mask &= (row < capacity)[None, :]
-            pltriton.store(refs.weights.at[batch, kv_head, tile_row[:, None], row[None, :]], weights, mask=mask)
-            pltriton.store(refs.step_top.at[batch, kv_head, tile_row, step], top, mask=scored)
+    Only the last row tile is known to reach every visible row; `last_tile` says whether this is it, None if it must be.
+    """
+    if request is None:
+        return None
+    first = keys_first(blocks, refs.k.dtype)
+    if request.mode == "weight":
+        return _weight_step(refs, request, batch, kv_head, last_tile, dim, scale, first)
+    return _logit_step(refs, request, batch, kv_head, last_tile, dim, first)
 
-        return store_weights
 
-    if refs.logits is not None:
-        parts, capacity = refs.logits.shape[2:]
-        part = jnp.arange(refs.summed.shape[2], dtype=jnp.int32)
-        query = pltriton.load(
-            refs.summed.at[batch, kv_head, part[:, None], column[None, :]],
-            mask=(column < head_dim)[None, :],
-            other=0.0,
+def _load_queries(refs, request, batch, kv_head, slot, head_in_group, dim):
+    """The chosen queries in `slot` [n], head `head_in_group` [n] of the kv head; slots past the end are zeros."""
+    there = (slot < request.num_scored) & (head_in_group < request.group)
+    query = pltriton.load(refs.scored.at[batch, slot], mask=there, other=0)
+    tile = pltriton.load(
+        refs.q.at[batch, query[:, None], (kv_head * request.group + head_in_group)[:, None], dim[None, :]],
+        mask=there[:, None] & (dim < refs.q.shape[3])[None, :],
+        other=0.0,
+    )
+    return tile, jnp.where(there, query, -1)
+
+
+def _weight_step(refs, request, batch, kv_head, last_tile, dim, scale, first):
+    chunk = row_weights.column_chunk(request.columns, first, refs.k.dtype.itemsize)
+    start = refs.start[batch]
+    tiles = []
+    for begin in range(0, request.columns, chunk):
+        column = begin + jnp.arange(chunk, dtype=jnp.int32)
+        queries, query = _load_queries(
+            refs, request, batch, kv_head, column // request.group, column % request.group, dim
         )
+        # A padding column sees nothing.
+        tiles.append((column, queries, jnp.where(query < 0, -1, start + query)))
 
-        def store_logits(step, row, k, weights, top):
-            del step, weights, top
-            logits = pltriton.dot(query, k, trans_b=True, allow_tf32=False)
-            mask = (row < capacity) & (row_tile == 0)
-            if parts == 1:
-                pltriton.store(refs.logits.at[batch, kv_head, 0, row], jnp.sum(logits, axis=0), mask=mask)
-            else:
-                at = refs.logits.at[batch, kv_head, part[:, None], row[None, :]]
-                pltriton.store(at, logits, mask=(part < parts)[:, None] & mask[None, :])
+    def step_weights(step, row, k):
+        for column, queries, position in tiles:
+            weights, top = row_weights.weigh(queries, position, k, row, scale, first)
+            at = (batch, step, kv_head)
+            row_weights.store_step(refs.weights, refs.step_top, at, column, weights, top, first, last_tile)
 
-        return store_logits
-    return None
+    return step_weights
 
 
-def _sum_weights_kernel(
-    weights_ref, top_ref, lse_ref, order_ref, count_ref, slot_ref, visible_ref, out_ref, *, group, per_row, block_s
-) -> None:
-    """Sums one step's weights over heads and queries: weights [B,K,R'*G,S], top [B,K,R'*G,C], lse [B,T,N]."""
-    step, scored, batch = (pl.program_id(axis) for axis in range(3))
-    _, kv_heads, rows, capacity = weights_ref.shape
-    row = step * block_s + jnp.arange(block_s, dtype=jnp.int32)
-    per_head = group if per_row else rows
-    num = kv_heads * per_head
-    chunk = min(32, power_of_two(num))
-    visible = visible_ref[batch]
-    base = slot_ref[batch, scored] * group if per_row else 0
+def _logit_step(refs, request, batch, kv_head, last_tile, dim, first):
+    dtype = refs.k.dtype
+    part = jnp.arange(request.columns, dtype=jnp.int32)[:, None]
+    head = jnp.arange(power_of_two(request.group), dtype=jnp.int32)
+    queries = jnp.zeros((request.columns, dim.size), jnp.float32)
+    summed = jnp.zeros((dim.size,), jnp.float32)
+    for slot in range(request.num_scored):
+        tile, _ = _load_queries(refs, request, batch, kv_head, jnp.full_like(head, slot), head, dim)
+        added = jnp.sum(tile.astype(jnp.float32), axis=0) / request.factor()
+        summed = added if request.per_row else summed + added
+        if request.per_row or slot == request.num_scored - 1:
+            out = slot if request.per_row else 0
+            high = summed.astype(dtype).astype(jnp.float32)
+            queries = jnp.where(part == out, high[None, :], queries)
+            queries = jnp.where(part == request.num_out + out, (summed - high)[None, :], queries)
+    queries = queries.astype(dtype)
 
-    def add(i, total):
-        item = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        there = item < num
-        kv_head, source = item // per_head, base + item % per_head
-        slot, head = source // group, kv_head * group + source % group
-        query = pltriton.load(order_ref.at[batch, slot], mask=there, other=0)
-        lse = pltriton.load(lse_ref.at[batch, query, head], mask=there, other=jnp.inf)
-        top = pltriton.load(top_ref.at[batch, kv_head, source, step], mask=there, other=0.0)
-        factor = jnp.exp2(top - lse)
-        if not per_row:
-            factor = factor * pltriton.load(count_ref.at[batch, slot], mask=there, other=0.0)
-        weights = pltriton.load(
-            weights_ref.at[batch, kv_head[:, None], source[:, None], row[None, :]],
-            mask=there[:, None] & (row < visible)[None, :],
-            other=0.0,
-        )
-        return total + jnp.sum(factor[:, None] * weights.astype(jnp.float32), axis=0)
+    def step_logits(step, row, k):
+        logits = row_weights.multiply(queries, k, first)
+        if request.per_row:
+            logits = logits if first else logits.T
+            mask = None if last_tile is None else jnp.broadcast_to(last_tile, logits.shape)
+            at = refs.logits.at[batch, kv_head, row[:, None], part[:, 0][None, :]]
+            pltriton.store(at, logits, mask=mask)
+        else:
+            capacity = refs.logits.shape[2]
+            mask = row < capacity
+            if last_tile is not None:
+                mask &= last_tile
+            pltriton.store(refs.logits.at[batch, kv_head, row], jnp.sum(logits, axis=1 if first else 0), mask=mask)
 
-    # Steps past the visible rows were never written.
-    chunks = jnp.where(step * block_s < visible, jnp.int32(ceil_div(num, chunk)), jnp.int32(0))
-    total = jax.lax.fori_loop(jnp.int32(0), chunks, add, jnp.zeros((block_s,), jnp.float32))
-    score = jnp.where(row < visible, total, -jnp.inf)
-    pltriton.store(out_ref.at[batch, scored, row], score, mask=row < capacity)
-
-
-def _sum_weights(request, weights, tops, lse, visible, group, block_s, interpret):
-    batch, _, _, capacity = weights.shape
-    num_out = request.scored.shape[1] if request.per_row else 1
-    scores = pl.pallas_call(
-        functools.partial(_sum_weights_kernel, group=group, per_row=request.per_row, block_s=block_s),
-        out_shape=jax.ShapeDtypeStruct((batch, num_out, capacity), jnp.float32),
-        grid=(ceil_div(capacity, block_s), num_out, batch),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name="cached_attention_scores",
-    )(weights, tops, lse, request.order, request.count, request.slot, visible)
-    return scores if request.per_row else scores[:, 0]
+    return step_logits

@@ -1,0 +1,40 @@
+"""How the work of a call is cut into tiles and programs: pure functions shared by the ops' block choices."""
+
+from __future__ import annotations
+
+# Of one H200. Another card changes which cut is fastest, never what is computed.
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int, at_least: int = 1) -> int:
+    """Returns the smallest power of two that is at least `n` and `at_least`."""
+    return max(at_least, 1 << (n - 1).bit_length())
+
+
+def resident_programs(tile_bytes: int, most: int = 2) -> int:
+    """Returns how many programs run at once, each with `tile_bytes` of pipelined tiles in shared memory."""
+    # What a program needs besides its tiles: layout conversions, reductions and a kilobyte of the system's own.
+    per_program = tile_bytes + 12 * 1024
+    return MULTIPROCESSORS * max(1, min(most, SHARED_MEMORY // per_program))
+
+
+def choose_splits(programs: int, steps: int, resident: int, startup_steps: int = 4) -> int:
+    """Returns how many programs should share the `steps` of each of `programs` equal loops.
+
+    Models the time as waves of `resident` programs, each as long as its share of the steps plus a fixed start, plus a
+    merge that grows slowly with the number of splits. The last wave is then nearly full: a few programs over one wave
+    would cost as much as a second wave.
+    """
+
+    def cost(splits: int) -> float:
+        waves = ceil_div(programs * splits, resident)
+        merge = 0.0 if splits == 1 else 1.0 + splits / 8
+        return waves * (ceil_div(steps, splits) + startup_steps) + merge
+
+    most = max(1, min(steps // 2, ceil_div(2 * resident, programs)))
+    return min(range(1, most + 1), key=cost)
