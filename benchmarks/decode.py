@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ceiling import copy_ceiling
 
 from jaxspec.decode import decode_all, prefill
 from jaxspec.methods import Models, Plain
@@ -86,15 +87,6 @@ def main() -> None:
         results["transformers"] = time_transformers(config, args.decode, args.prefill, args.steps)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
-
-
-def copy_ceiling(size: int) -> float:
-    """Bytes per second, read and written, of a device copy of `size` bf16 values."""
-    x = jnp.ones((size,), jnp.bfloat16)
-    # a copy that is no operand of anything else stays a copy
-    copy = jax.jit(jnp.copy)
-    seconds = _median_seconds(lambda: copy(x), repeats=10)
-    return 2 * x.nbytes / seconds
 
 
 def random_params(config: ModelConfig):
