@@ -29,13 +29,14 @@ PUBLISHED = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
+# special tokens have their own tests
 text = st.text(
     st.one_of(
         st.sampled_from(" \t\n\r'0123456789sStTdDaAzZ.,/é漢ß٣½"),
         st.characters(exclude_categories=["Cs", "Cn", "Co"]),
     ),
     max_size=40,
-)
+).filter(lambda value: "<|" not in value)
 
 
 @pytest.fixture(scope="module")
