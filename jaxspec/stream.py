@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode import decode_step, prefill
+from jaxspec.decode import prefill
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder
+from jaxspec.profiling import Profile, RoundTimer, fused_step
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
 from jaxspec.text import TextStream, check_stop
@@ -25,6 +25,7 @@ class Chunk(NamedTuple):
     text: list[str] | None  # per row, the text that is now certain; None without a tokenizer
     finish: list[Finish]  # per row, RUNNING while more may come
     stats: Stats | None  # on the last chunk only
+    profile: Profile | None = None  # on the last chunk, when asked for
 
 
 def stream(
@@ -41,6 +42,7 @@ def stream(
     draft_params: Params | None = None,
     tokenizer: Any = None,
     stop: tuple[str, ...] = (),
+    profile: bool = False,
 ) -> Iterator[Chunk]:
     """Yields a `Chunk` per round, the first one after prefill; the tokens are those that `generate` returns.
 
@@ -48,6 +50,7 @@ def stream(
         tokenizer: a fast Hugging Face tokenizer, or a `tokenizers.Tokenizer`; chunks then carry text.
         stop: a row ends with `Finish.STOP` at the first token that completes one of these strings. The text ends
             before the string, and text that might still become one is held back. Needs `tokenizer`.
+        profile: run every second round by its phases, wait for each, and report their times on the last chunk.
 
         The others are those of `generate`.
 
@@ -60,15 +63,23 @@ def stream(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, 0, draft_params
     )
     texts = None if tokenizer is None else [TextStream(tokenizer, stop) for _ in range(request.keys.shape[0])]
-    return _rounds(Models(model, params, draft_params), request, method, max_new_tokens, texts)
+    timer = RoundTimer() if profile else None
+    return _rounds(Models(model, params, draft_params), request, method, max_new_tokens, texts, timer)
 
 
 def _rounds(
-    models: Models, request: Request, method: Method, max_new_tokens: int, texts: list[TextStream] | None
+    models: Models,
+    request: Request,
+    method: Method,
+    max_new_tokens: int,
+    texts: list[TextStream] | None,
+    timer: RoundTimer | None,
 ) -> Iterator[Chunk]:
+    step = fused_step if timer is None else timer.step
     state, this_round = _prefill(models, request, method, max_new_tokens)
     batch = request.keys.shape[0]
-    stopped, dropped = np.zeros(batch, bool), np.zeros(batch, np.int32)
+    stopped = np.zeros(batch, bool)
+    counted: dict[int, tuple[int, int]] = {}  # rounds and emitted tokens of the rows that a stop string ended
     next_round = None
     while True:
         tokens, count, finish, stats = jax.tree.map(np.asarray, this_round)
@@ -76,30 +87,31 @@ def _rounds(
         text = None if texts is None else [""] * batch
         for b in np.flatnonzero(~stopped) if texts is not None else ():
             emitted[b], text[b], stopped[b] = texts[b].push(emitted[b], last=finish[b] != Finish.RUNNING)
-            dropped[b] = count[b] - len(emitted[b])
+            if stopped[b]:
+                counted[b] = stats.rounds[b], stats.emitted[b] - (count[b] - len(emitted[b]))
         finish = np.where(stopped, Finish.STOP, finish)
         done = not np.any(finish == Finish.RUNNING)
-        final = stats.replace(emitted=stats.emitted - dropped) if done else None
-        yield Chunk(emitted, text, [Finish(f) for f in finish], final)
+        chunk = Chunk(emitted, text, [Finish(f) for f in finish], _counted(stats, counted) if done else None)
+        yield chunk._replace(profile=timer.profile()) if done and timer is not None else chunk
         if done:
             return
         if next_round is None:
-            state, next_round = _step(models, state, request, stopped.copy(), method, max_new_tokens)
+            state, next_round = step(models, state, request, stopped.copy(), method, max_new_tokens)
         this_round = next_round
         # one round is always under way while the host reads the one before; rows that stop there ignore what it brings
-        state, next_round = _step(models, state, request, stopped.copy(), method, max_new_tokens)
+        state, next_round = step(models, state, request, stopped.copy(), method, max_new_tokens)
+
+
+def _counted(stats: Stats, counted: dict[int, tuple[int, int]]) -> Stats:
+    """The counters without what was under way when a stop string was found."""
+    rounds, emitted = stats.rounds.copy(), stats.emitted.copy()
+    for b, values in counted.items():
+        rounds[b], emitted[b] = values
+    kept = np.arange(stats.drafted.shape[1]) < rounds[:, None]
+    return Stats(rounds, emitted, np.where(kept, stats.drafted, 0), np.where(kept, stats.accepted, 0))
 
 
 @partial(jax.jit, static_argnames=("method", "max_new_tokens"))
 def _prefill(models: Models, request: Request, method: Method, max_new_tokens: int) -> tuple[DecodeState, Any]:
     state = prefill(models, request, method, max_new_tokens)
     return state, (state.tokens[:, :1], state.num_tokens, state.finish, state.stats)
-
-
-@partial(jax.jit, static_argnames=("method", "max_new_tokens"), donate_argnames="state")
-def _step(
-    models: Models, state: DecodeState, request: Request, stopped: Array, method: Method, max_new_tokens: int
-) -> tuple[DecodeState, Any]:
-    finish = jnp.where(stopped & (state.finish == Finish.RUNNING), jnp.int8(Finish.STOP), state.finish)
-    state, tokens, count = decode_step(models, state.replace(finish=finish), request, method, max_new_tokens)
-    return state, (tokens, count, state.finish, state.stats)

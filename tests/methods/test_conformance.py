@@ -22,8 +22,9 @@ from jaxspec import Finish, Sampling, stream
 from jaxspec import decode as decode_module
 from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Models, find_methods
+from jaxspec.profiling import fused_step
 from jaxspec.requests import check_request
-from jaxspec.stream import _prefill, _step
+from jaxspec.stream import _prefill
 from jaxspec.types import LayerCache
 
 NEW = 24  # tokens of the runs that several tests share
@@ -66,7 +67,7 @@ def run_state(name, change=lambda state: state):
     )
     state, _ = _prefill(case.models, request, case.method, NEW)
     while np.any(state.finish == Finish.RUNNING):
-        state, _ = _step(case.models, change(state), request, np.zeros(3, bool), case.method, NEW)
+        state, _ = fused_step(case.models, change(state), request, np.zeros(3, bool), case.method, NEW)
     return state
 
 

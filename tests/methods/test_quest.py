@@ -7,8 +7,9 @@ from method_cases import make_case, prompts
 from jaxspec import Finish, Sampling
 from jaxspec.methods import Quest
 from jaxspec.methods.quest import PageBounds, _bounds, _select
+from jaxspec.profiling import fused_step
 from jaxspec.requests import check_request
-from jaxspec.stream import _prefill, _step
+from jaxspec.stream import _prefill
 
 NEW = 24
 
@@ -22,7 +23,7 @@ def test_bounds_of_finished_pages_follow_the_cache():
     state, _ = _prefill(case.models, request, case.method, NEW)
     size = case.method.page_size
     while np.any(state.finish == Finish.RUNNING):
-        state, _ = _step(case.models, state, request, np.zeros(3, bool), case.method, NEW)
+        state, _ = fused_step(case.models, state, request, np.zeros(3, bool), case.method, NEW)
         for bounds, layer in zip(state.method_state, state.cache, strict=True):
             for b in range(3):
                 for page in range(int(state.length[b]) // size):
