@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import resource
 import sys
 import time
@@ -14,6 +15,8 @@ from jaxspec import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for wrong input, 130 when interrupted."""
+    # transformers advises everybody without PyTorch to install it; only its tokenizers are used here
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
