@@ -26,14 +26,14 @@ def resident_programs(tile_bytes: int, most: int = 2) -> int:
 def choose_splits(programs: int, steps: int, resident: int, startup_steps: int = 4) -> int:
     """Returns how many programs should share the `steps` of each of `programs` equal loops.
 
-    Models the time as waves of `resident` programs, each as long as its share of the steps plus a fixed start, plus a
-    merge that grows slowly with the number of splits. The last wave is then nearly full: a few programs over one wave
-    would cost as much as a second wave.
+    Models the time, in steps, as waves of `resident` programs, each as long as its share of the steps plus a fixed
+    start, plus the launch of a merge that grows slowly with the number of splits. The last wave is then nearly full: a
+    few programs over one wave would cost as much as a second wave.
     """
 
     def cost(splits: int) -> float:
         waves = ceil_div(programs * splits, resident)
-        merge = 0.0 if splits == 1 else 1.0 + splits / 8
+        merge = 0.0 if splits == 1 else 5.0 + splits / 8
         return waves * (ceil_div(steps, splits) + startup_steps) + merge
 
     most = max(1, min(steps // 2, ceil_div(2 * resident, programs)))

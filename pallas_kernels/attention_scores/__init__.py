@@ -47,6 +47,10 @@ def attention_scores(
     if not heads or len(set(heads)) != len(heads) or not all(0 <= head < q.shape[2] for head in heads):
         raise ValueError(f"heads is {heads}; it must name distinct query heads in [0, {q.shape[2]}), at least one")
 
-    from pallas_kernels.attention_scores import reference
+    if backend == "xla":
+        from pallas_kernels.attention_scores import reference
 
-    return reference.attention_scores(q, k, q_pos, length, heads, scale=scale)
+        return reference.attention_scores(q, k, q_pos, length, heads, scale=scale)
+    from pallas_kernels.attention_scores import triton
+
+    return triton.attention_scores(q, k, q_pos, length, heads, scale=scale, interpret=backend == "interpret")

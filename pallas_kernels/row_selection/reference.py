@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def row_selection(
-    scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int
-) -> tuple[jax.Array, jax.Array]:
+def row_selection(scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array]:
     """See the public op."""
     size = scores.shape[1]
     index = jnp.arange(size, dtype=jnp.int32)

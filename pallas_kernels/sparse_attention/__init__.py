@@ -56,6 +56,12 @@ def sparse_attention(
     elif window != 0:
         raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
 
-    from pallas_kernels.sparse_attention import reference
+    if backend == "xla":
+        from pallas_kernels.sparse_attention import reference
 
-    return reference.sparse_attention(q, k, v, rows, start, valid=valid, window=window, scale=scale)
+        return reference.sparse_attention(q, k, v, rows, start, valid=valid, window=window, scale=scale)
+    from pallas_kernels.sparse_attention import triton
+
+    return triton.sparse_attention(
+        q, k, v, rows, start, valid=valid, window=window, scale=scale, interpret=backend == "interpret"
+    )

@@ -1,0 +1,50 @@
+"""Block sizes of the `sparse_attention` kernel: a pure function of the shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.tiling import ceil_div, choose_splits, power_of_two, resident_programs
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """How the work of one call is cut.
+
+    Attributes:
+      rows: (query, head) pairs of one kv head that share a tile, a power of two.
+      block_m: listed rows per step, a power of two.
+      num_splits: programs that share the listed rows of one (batch row, kv head, row tile).
+      num_warps: warps per program.
+      num_stages: depth of the load pipeline.
+      find_end: look for the last entry that is not padding before the loop, instead of stepping through padding.
+    """
+
+    rows: int
+    block_m: int
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 3
+    find_end: bool = False
+
+
+def choose_block_sizes(
+    batch: int, num_rows: int, kv_heads: int, group: int, listed: int, window: int, head_dim: int, dtype: jnp.dtype
+) -> BlockSizes:
+    """Returns the block sizes for q [B,T,K*G,H], `listed` rows and a recent window."""
+    width = power_of_two(head_dim, 16)
+    packed = power_of_two(num_rows * group, 16)
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize == 4:
+        # IEEE float32 products have no tensor-core path; both operands then sit in registers.
+        rows, block_m, num_warps, num_stages = min(packed, 32), 32, 4, 2
+    else:
+        rows, block_m, num_stages = min(packed, 128), 64, 3 if width <= 128 else 2
+        num_warps = 8 if rows == 128 else 4
+    programs = batch * kv_heads * ceil_div(num_rows * group, rows)
+    resident = resident_programs(2 * num_stages * block_m * width * itemsize)
+    num_splits = choose_splits(programs, ceil_div(listed + window, block_m), resident)
+    # A long list is as wide as the cache's capacity asks for, and mostly padding while the context is short.
+    return BlockSizes(rows, block_m, num_splits, num_warps, num_stages, find_end=listed > 1024)

@@ -1,0 +1,154 @@
+"""Pallas-Triton kernel of `sparse_attention`: the attention kernel's loop over gathered rows.
+
+The recent rows come first and the listed ones after them in one sequence of slots, so that one loop reads both and the
+padding of the list is at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import online
+from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
+from pallas_kernels.tiling import ceil_div, power_of_two
+
+# Past every position.
+NOWHERE = 2**31 - 1
+
+
+def _last_entry(rows_ref: Any, batch: jax.Array, listed: int) -> jax.Array:
+    """Returns one more than the index of the last entry of rows [B,M] that is not padding."""
+    chunk = min(power_of_two(listed), 2048)
+
+    def scan(step, end):
+        slot = step * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        row = pltriton.load(rows_ref.at[batch, slot], mask=slot < listed, other=-1)
+        return jnp.maximum(end, jnp.max(jnp.where(row >= 0, slot + 1, 0)))
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(ceil_div(listed, chunk)), scan, jnp.int32(0))
+
+
+def _sparse_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    rows_ref,
+    start_ref,
+    *refs,
+    scale: float,
+    blocks: BlockSizes,
+    window: int,
+) -> None:
+    """Attends one row tile to one split of the slots.
+
+    q [B,T,N,H]; k, v [B,S,K,H]; rows [B,M]; start [B]; then valid [B] with a window; then the results: out [B,T,N,H]
+    with one split, else acc [B,C,T,N,H], top and total [B,C,T,N].
+    """
+    num_results = 1 if blocks.num_splits == 1 else 3
+    results = refs[-num_results:]
+    num_rows, heads, head_dim = q_ref.shape[1:]
+    capacity, kv_heads = k_ref.shape[1:3]
+    group, listed = heads // kv_heads, rows_ref.shape[1]
+    row_tiles = ceil_div(num_rows * group, blocks.rows)
+    kv_head, row_tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
+    split, batch = pl.program_id(1), pl.program_id(2)
+
+    tile_row = row_tile * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
+    # Padding keeps an index past the end: interpret mode drops such stores, the GPU masks them.
+    query, head = tile_row // group, kv_head * group + tile_row % group
+    in_tile = query < num_rows
+    column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
+    in_head = column < head_dim
+    where = in_tile[:, None] & in_head[None, :]
+    q = pltriton.load(q_ref.at[batch, query[:, None], head[:, None], column[None, :]], mask=where, other=0.0)
+    start = start_ref[batch]
+    valid = refs[0][batch] if window else 0
+    position = start + query
+    length = jnp.clip(start + num_rows, 0, capacity)
+    base_two = scale * math.log2(math.e)
+
+    def attend(step, state):
+        slot = step * blocks.block_m + jnp.arange(blocks.block_m, dtype=jnp.int32)
+        in_list = (slot >= window) & (slot < window + listed)
+        row = pltriton.load(rows_ref.at[batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
+        if window:
+            row = jnp.where(slot < window, valid + slot, row)
+        # Rows that no query sees are not even read: they may hold NaN.
+        here = (row >= 0) & (row < length)
+        mask = here[:, None]
+        if head_dim != column.size:
+            mask &= in_head[None, :]
+
+        def load(ref):
+            at = ref.at[batch, jnp.where(here, row, 0)[:, None], kv_head, column[None, :]]
+            return pltriton.load(at, mask=mask, other=0.0)
+
+        logits = pltriton.dot(q, load(k_ref), trans_b=True, allow_tf32=False) * base_two
+        row = jnp.where(here, row, NOWHERE)
+        logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
+        return online.update(state, logits, lambda: load(v_ref))
+
+    if blocks.find_end:
+        steps = pl.cdiv(window + _last_entry(rows_ref, batch, listed), jnp.int32(blocks.block_m))
+    else:
+        steps = jnp.int32(ceil_div(window + listed, blocks.block_m))
+    begin = steps * split // blocks.num_splits
+    end = steps * (split + 1) // blocks.num_splits
+    state = jax.lax.fori_loop(begin, end, attend, online.initial(blocks.rows, column.size))
+
+    if blocks.num_splits == 1:
+        out, _ = online.finish(state)
+        at = results[0].at[batch, query[:, None], head[:, None], column[None, :]]
+        pltriton.store(at, out.astype(results[0].dtype), mask=where)
+    else:
+        acc, top, total = state
+        at = results[0].at[batch, split, query[:, None], head[:, None], column[None, :]]
+        pltriton.store(at, acc, mask=where)
+        pltriton.store(results[1].at[batch, split, query, head], top, mask=in_tile)
+        pltriton.store(results[2].at[batch, split, query, head], total, mask=in_tile)
+
+
+def sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: jax.Array,
+    start: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    window: int = 0,
+    scale: float,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> jax.Array:
+    """See the public op; `blocks` overrides the choice for measurements."""
+    batch, num_rows, heads, head_dim = q.shape
+    kv_heads, listed = k.shape[2], rows.shape[1]
+    if head_dim > 256:
+        raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
+    group = heads // kv_heads
+    blocks = blocks or choose_block_sizes(batch, num_rows, kv_heads, group, listed, window, head_dim, q.dtype)
+    if blocks.num_splits == 1:
+        shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+    else:
+        parts = (batch, blocks.num_splits, num_rows, heads)
+        part = jax.ShapeDtypeStruct(parts, jnp.float32)
+        shapes = (jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part)
+    results = pl.pallas_call(
+        functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window),
+        out_shape=shapes,
+        grid=(kv_heads * ceil_div(num_rows * group, blocks.rows), blocks.num_splits, batch),
+        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
+        interpret=interpret,
+        name="sparse_attention",
+    )(q, k, v, rows, start, *(() if valid is None else (valid,)))
+    if blocks.num_splits == 1:
+        return results[0]
+    return online.merge(*results, q.dtype, want_lse=False, interpret=interpret, name="sparse_attention_merge")[0]
