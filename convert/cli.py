@@ -56,9 +56,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.check:
         from convert.check import CheckFailed, print_table
-        from convert.reference import require_torch
 
-        require_torch()
         try:
             report = convert(args.src, args.dst, dtype=args.dtype, check=True, overwrite=args.overwrite)
         except CheckFailed as error:

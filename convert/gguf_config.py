@@ -50,8 +50,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     Raises:
         ConversionError: an architecture, key or value that is not supported, missing or contradictory.
     """
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ConversionError(
+            f"{file.path}: one part of a split GGUF file; join the parts first (llama-gguf-split --merge)"
+        )
     arch = file.metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ConversionError(
             f"{file.path}: architecture {str(arch)[:40]!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )

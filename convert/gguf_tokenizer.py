@@ -176,7 +176,7 @@ def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
             f"{file.path}: tokenizer model {str(model)[:40]!r} is not supported in GGUF files; supported: gpt2 "
             "(byte-level BPE); convert the Hugging Face checkpoint instead"
         )
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ConversionError(
             f"{file.path}: pre-tokenizer {str(name)[:40]!r} (tokenizer.ggml.pre) is not known; known: "
             f"{', '.join(PRE_TOKENIZERS)}; convert the Hugging Face checkpoint instead"

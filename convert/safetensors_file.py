@@ -82,7 +82,7 @@ class SafetensorsFile:
                 file.seek(offset)
                 for start in range(0, flat.size, CHUNK_ELEMENTS):
                     count = min(CHUNK_ELEMENTS, flat.size - start)
-                    values = np.fromfile(file, stored.newbyteorder("<") if stored.itemsize > 2 else stored, count)
+                    values = np.fromfile(file, stored, count)
                     if values.size < count:
                         raise ConversionError(f"{self.path}: truncated inside {name}")
                     cast_into(flat[start : start + count], values, name)

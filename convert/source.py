@@ -20,6 +20,7 @@ class Source(ABC):
     """A readable checkpoint. Tensors carry Hugging Face names and layouts and are read one at a time.
 
     Attributes:
+        kind: 'safetensors' or 'gguf'.
         origin: what the user named (a path or a hub id).
         config: the Hugging Face config, as stored or rebuilt.
         generation_config: the Hugging Face generation config, or None.
@@ -29,17 +30,13 @@ class Source(ABC):
         default_dtype: the parameter dtype to use unless told otherwise.
     """
 
+    kind: str
     origin: str
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     tensors: dict[str, TensorInfo]
     problems: list[str]
     default_dtype: str
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """'safetensors' or 'gguf'."""
 
     @abstractmethod
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:

@@ -103,6 +103,10 @@ def convert(
         ConversionError: a source or destination that cannot be used; nothing is written then.
         CheckFailed: the check failed; nothing is written then either.
     """
+    if check:
+        from convert.reference import require_torch
+
+        require_torch()
     dst = Path(dst).expanduser().resolve()
     if dst.exists() and not is_checkpoint(dst) and not (dst.is_dir() and not any(dst.iterdir())):
         raise ConversionError(f"{dst} exists and is not a converted checkpoint; it will not be replaced")

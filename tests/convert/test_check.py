@@ -31,8 +31,17 @@ def test_sound_conversions_pass(family, dtype, tiny, tmp_path):
     assert any("transformers" in line for line in stored["checks"])
 
 
-def test_long_positions(tiny, tmp_path):
-    directory, _ = tiny("llama", max_position_embeddings=131072, rope_scaling=LONG, rope_theta=500000.0, head_dim=64)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LONG,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "default"},
+    ],
+)
+def test_long_positions(scaling, tiny, tmp_path):
+    directory, _ = tiny("llama", max_position_embeddings=131072, rope_scaling=scaling, rope_theta=500000.0, head_dim=64)
     report = convert(directory, tmp_path / "out", check=True, progress=False)
     positions = [row.name for row in report.check if row.name.startswith("rope table")]
     assert positions == [f"rope table at position {p}" for p in (0, 1000, 8000, 60000, 130000, 131071)]

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from convert import ConversionError, convert
+from convert.gguf_config import hf_config
+from convert.gguf_file import GGUFFile
 from convert.gguf_source import GGUFSource
+from convert.gguf_tokenizer import eos_token_ids, write_tokenizer
 from jaxspec.checkpoint import load
 from jaxspec.models import config_from_hf
 from jaxspec.models.rope import inverse_frequencies
@@ -79,6 +82,7 @@ def test_old_spelling_of_linear_scaling(make):
         ({"llama__logit_scale": (0.5, FLOAT32)}, "does not know and that may change the model: llama.logit_scale"),
         ({"llama__rope__scaling__type": ("longrope", STRING)}, "'longrope'; supported: none, linear, yarn"),
         ({"llama__rope__dimension_count": (4, UINT32)}, "rope.dimension_count is 4, the heads have 8 dimensions"),
+        ({"split__count": (3, UINT32)}, "one part of a split GGUF file"),
         ({"llama__vocab_size": (7, UINT32)}, "vocab_size is 7, token_embd.weight has 384 rows"),
     ],
 )
@@ -133,6 +137,27 @@ def test_ropes_are_not_permuted_outside_llama(tiny, make):
             name = f"model.layers.1.self_attn.{name}.weight"
             expected = model.state_dict()[name].numpy()
             np.testing.assert_array_equal(source.read(name, np.dtype(np.float32)), expected)
+
+
+def test_values_of_any_type(make, tmp_path):
+    """Every metadata value replaced by values of other types: refused, or read into a config that stands."""
+    path = make(tokenizer__chat_template=("{{ messages }}", STRING))
+    file = GGUFFile(path)
+    original = dict(file.metadata)
+    values = (None, True, -1, 0, 3, 2**63, np.float32("nan"), np.float32(0.5), "", "x", [], [1], ["a"], [True], 1e300)
+    refused = 0
+    for key in original:
+        for value in values:
+            file.metadata = original | {key: value}
+            if value is None:
+                del file.metadata[key]
+            try:
+                config_from_hf(hf_config(file))
+                eos_token_ids(file)
+                write_tokenizer(file, tmp_path)
+            except ValueError:  # of which ConversionError is one
+                refused += 1
+    assert refused > 3 * len(original)
 
 
 @pytest.mark.weights

@@ -38,7 +38,7 @@ def measure(source, destination):
 
 @pytest.fixture
 def wide(tmp_path):
-    """A Llama of 24 layers and 300 MB in bfloat16 whose largest leaf has 12 MB."""
+    """A Llama of 12 layers and more than 300 MB in bfloat16, whose largest leaf has 12 MB."""
     import ml_dtypes
 
     hidden, inner, layers, vocab = 1024, 3072, 12, 512
