@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # with a GPU its JAX plugin is installed; without one the CPU does everything
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,cuda13)
+# the CUDA plugin that compiles kernels without a GPU complains about missing drivers unless told that it is not wanted
+export JAX_PLATFORMS ?= $(if $(CUDA),,cpu)
 # PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
 TORCH ?= torch==2.13.0
 DEMO := checkpoints/smollm2
@@ -50,6 +52,8 @@ $(VENV)/demo.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[test$(CUDA)]"
+	version=$$($(BIN)/python -c "import jax; print(jax.__version__)") && $(BIN)/python -m pip install --quiet \
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/python
