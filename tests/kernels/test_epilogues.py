@@ -10,6 +10,7 @@ from pallas_kernels.rope_and_cache import reference
 # one rounding of a float32 result to the output's dtype, plus reordered float32 sums
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7, jnp.float16: 2**-10}
 DTYPES = list(TOLERANCE)
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 def relative_error(out, expected):
@@ -33,6 +34,7 @@ def rope_inputs(batch, num_rows, kv_heads, group, head_dim, capacity, dtype, see
 
 
 # every value of each parameter, and every pair of (extras, dtype)
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
     ("batch", "num_rows", "kv_heads", "group", "head_dim", "extras", "dtype"),
     [
@@ -50,7 +52,7 @@ def rope_inputs(batch, num_rows, kv_heads, group, head_dim, capacity, dtype, see
         (1, 20, 2, 6, 256, "both", jnp.float16),
     ],
 )
-def test_rope_and_cache_kernel_equals_reference(batch, num_rows, kv_heads, group, head_dim, extras, dtype):
+def test_rope_and_cache_kernel_equals_reference(batch, num_rows, kv_heads, group, head_dim, extras, dtype, backend):
     inputs = rope_inputs(batch, num_rows, kv_heads, group, head_dim, 50, dtype)
     rng = np.random.default_rng(1)
     options = {}
@@ -59,13 +61,13 @@ def test_rope_and_cache_kernel_equals_reference(batch, num_rows, kv_heads, group
     if extras in ("norms", "both"):
         options["q_scale"] = jnp.asarray(rng.normal(size=head_dim), dtype)
         options["k_scale"] = jnp.asarray(rng.normal(size=head_dim), dtype)
-    got = rope_and_cache(**inputs, **options, eps=1e-5, backend="interpret")
+    got = rope_and_cache(**inputs, **options, eps=1e-5, backend=backend)
     expected = rope_and_cache(**inputs, **options, eps=1e-5, backend="xla")
     for out, reference_out in zip(got, expected, strict=True):
         assert relative_error(out, reference_out) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("backend", ["xla", *KERNELS])
 def test_rope_and_cache_touches_its_rows_only(backend):
     inputs = rope_inputs(2, 3, 2, 3, 64, 20, jnp.float32)
     inputs["k_cache"] = inputs["k_cache"].at[:, ::2].set(jnp.nan)
@@ -113,12 +115,13 @@ def test_rope_and_cache_rejects(change, message):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_update", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 3584), (3, 7, 96)])
-def test_add_rms_norm_kernel_equals_float64(shape, has_update, dtype):
+@pytest.mark.parametrize("backend", KERNELS)
+def test_add_rms_norm_kernel_equals_float64(shape, has_update, dtype, backend):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=shape), dtype)
     update = jnp.asarray(rng.normal(size=shape), dtype) if has_update else None
     scale = jnp.asarray(rng.normal(size=shape[-1]), dtype)
-    total, norm = add_rms_norm(x, update, scale, eps=1e-5, backend="interpret")
+    total, norm = add_rms_norm(x, update, scale, eps=1e-5, backend=backend)
     expected, expected_norm = add_rms_norm(x, update, scale, eps=1e-5, backend="xla")
     np.testing.assert_array_equal(total, expected)
     assert relative_error(norm, expected_norm) <= TOLERANCE[dtype]
@@ -127,9 +130,10 @@ def test_add_rms_norm_kernel_equals_float64(shape, has_update, dtype):
     assert relative_error(norm, exact) <= TOLERANCE[dtype]
 
 
-def test_add_rms_norm_keeps_nan_to_its_row():
+@pytest.mark.parametrize("backend", ["xla", *KERNELS])
+def test_add_rms_norm_keeps_nan_to_its_row(backend):
     x = jnp.ones((2, 2, 64)).at[0, 1, 3].set(jnp.nan)
-    _, norm = add_rms_norm(x, x, jnp.ones(64), eps=1e-6, backend="interpret")
+    _, norm = add_rms_norm(x, x, jnp.ones(64), eps=1e-6, backend=backend)
     np.testing.assert_array_equal(np.isnan(norm).all(-1), [[False, True], [False, False]])
     np.testing.assert_array_equal(np.isnan(norm).any(-1), [[False, True], [False, False]])
 
