@@ -1,5 +1,6 @@
 """Text from tokens as they come, and stop strings."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -7,7 +8,7 @@ def check_stop(stop: tuple[str, ...], tokenizer: Any) -> tuple[str, ...]:
     """Validates stop strings. Raises ValueError."""
     if isinstance(stop, str):
         stop = (stop,)
-    if any(not isinstance(s, str) or not s for s in stop):
+    if not isinstance(stop, Iterable) or any(not isinstance(s, str) or not s for s in stop):
         raise ValueError(f"stop strings must be non-empty strings, got {stop!r}")
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer")

@@ -81,8 +81,6 @@ def test_stream_compiles_once(tiny, compiles):
 
 def test_stream_donates_its_cache(tiny):
     """Each step takes the buffers of the one before; without donation every step would copy every layer's cache."""
-    from jaxspec import stream as _
-
     request = check_request(tiny.model, *prompts([5, 2]), KEY, Plain(), Sampling(), 6, (), 0, None)
     models = Models(tiny.model, tiny.params)
     state, _ = _prefill(models, request, Plain(), 6)
