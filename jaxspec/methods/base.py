@@ -35,7 +35,7 @@ def option(
 
 def num_draft_option(default: int) -> Any:
     """The `num_draft` that most methods have."""
-    return option(default, low=0, high=32, help=f"tokens drafted per round (default: {default})")
+    return option(default, low=0, high=32, help="tokens drafted per round")
 
 
 def draft_sampling_option() -> Any:

@@ -32,10 +32,10 @@ class Quest(Method):
     way than the output.
     """
 
-    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read (default: 0.07)")
-    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read (default: 256)")
+    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read")
+    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read")
     num_draft: int = num_draft_option(6)
-    page_size: int = option(16, low=1, high=128, help="cache rows per page, a power of two (default: 16)")
+    page_size: int = option(16, low=1, high=128, help="cache rows per page, a power of two")
     draft_sampling: Sampling | None = draft_sampling_option()
 
     def __post_init__(self) -> None:

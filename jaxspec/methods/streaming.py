@@ -18,10 +18,10 @@ class Streaming(Method):
     way than the output.
     """
 
-    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read (default: 0.07)")
-    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read (default: 256)")
+    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read")
+    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read")
     num_draft: int = num_draft_option(6)
-    sinks: int = option(4, low=0, high=2**20, help="first rows of the sequence, always read (default: 4)")
+    sinks: int = option(4, low=0, high=2**20, help="first rows of the sequence, always read")
     draft_sampling: Sampling | None = draft_sampling_option()
 
     @property

@@ -24,11 +24,11 @@ class Vegas(Method):
     `draft_sampling` draws drafts in another way than the output.
     """
 
-    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read (default: 0.07)")
-    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read (default: 256)")
+    rho: float = option(0.07, low=0, high=1, help="share of the cache that drafts read")
+    min_keep: int = option(256, low=1, high=2**20, help="least number of cache rows that drafts read")
     num_draft: int = num_draft_option(6)
-    score_mode: str = option("weight", choices=("weight", "logit"), help="how cache rows are ranked (default: weight)")
-    collect: str = option("two", choices=("two", "all", "last"), help="verification rows scored (default: two)")
+    score_mode: str = option("weight", choices=("weight", "logit"), help="how cache rows are ranked")
+    collect: str = option("two", choices=("two", "all", "last"), help="verification rows scored")
     draft_sampling: Sampling | None = draft_sampling_option()
 
     @property

@@ -1,42 +1,20 @@
-"""The `jaxspec` command."""
+"""`jaxspec generate`."""
 
 import argparse
 import json
-import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec import __version__
+from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
+from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
+from jaxspec.metrics import measure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for wrong input, 130 when interrupted."""
-    # transformers advises everybody without PyTorch to install it; only its tokenizers are used here
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    args = _parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except KeyboardInterrupt:
-        print("jaxspec: interrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"jaxspec: {_one_line(error)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(f"jaxspec: out of memory; use a shorter prompt or fewer new tokens ({_one_line(error)})", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxspec", description="Fast long-context decoding in JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_command(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt",
@@ -59,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="default: 0")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
     add("--json", action="store_true", help="print one JSON object instead of streaming")
-    return parser
+    add("--trace", type=Path, metavar="FILE", help="write drafted and accepted tokens of every round as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw acceptance by draft position and tokens per round")
+    add_method_flags(generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -71,10 +51,14 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("--top-k, --top-p and --min-p need --temperature above 0")
     filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p} if args.temperature != 0 else {}
     sampling = jaxspec.Sampling(args.temperature if args.temperature != 0 else None, **filters)
+    check_outputs(args.trace, args.plot)
+    check_method_flags(args)
     prompt = _read_prompt(args)
     # CPUs have no bfloat16 matrix units worth the name: float32 is both faster and exact there
     on_cpu = jax.default_backend() == "cpu"
-    loaded = jaxspec.load(args.model, dtype=args.dtype or ("float32" if on_cpu else None))
+    dtype = args.dtype or ("float32" if on_cpu else None)
+    loaded = jaxspec.load(args.model, dtype=dtype)
+    method, draft_params = method_from_flags(args, loaded, dtype)
     if loaded.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
     ids = _encode(loaded.tokenizer, prompt, args.chat)
@@ -85,6 +69,8 @@ def _generate(args: argparse.Namespace) -> int:
         [ids],
         [len(ids)],
         jax.random.key(args.seed),
+        method=method,
+        draft_params=draft_params,
         sampling=sampling,
         max_new_tokens=args.max_new_tokens,
         eos_ids=loaded.eos_ids,
@@ -108,12 +94,18 @@ def _generate(args: argparse.Namespace) -> int:
         "compile_seconds": clock.compile_seconds,
         "peak_memory_bytes": _peak_memory(jax.devices()[0]),
     }
+    metrics, ended = measure(chunk.stats), finish.name.lower()
+    run = {"model": args.model, "method": args.method, "options": option_values(method)}
     if args.json:
-        record = {"schema_version": 1, "text": text, "tokens": tokens, "finish": finish.name.lower(), **figures}
-        print(json.dumps(record, ensure_ascii=False))
+        record = {"schema_version": SCHEMA_VERSION, "text": text, "tokens": tokens, "finish": ended, **figures, **run}
+        print(json.dumps({**record, "metrics": metrics.as_dict()}, ensure_ascii=False))
     else:
         print(flush=True)
-        print(_figures_line(figures, finish.name.lower(), jax.devices()[0]), file=sys.stderr)
+        print(figures_line(figures, metrics, ended, jax.devices()[0]), file=sys.stderr)
+    if args.trace is not None:
+        write_trace(args.trace, {**run, "finish": ended, **figures}, chunk.stats, metrics)
+    if args.plot is not None:
+        write_plot(args.plot, f"{args.method}, prompt of {len(ids)} tokens", chunk.stats, metrics)
     return 0
 
 
@@ -163,22 +155,3 @@ def _peak_memory(device: Any) -> int:
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _figures_line(figures: dict[str, Any], finish: str, device: Any) -> str:
-    rate = figures["decode_tokens_per_second"]
-    decode = "" if rate is None else f" at {rate:.1f} tokens/s"
-    return (
-        f"[prompt {figures['prompt_tokens']} tokens at {figures['prompt_tokens_per_second']:.1f} tokens/s | "
-        f"{figures['new_tokens']} new tokens{decode} (ended by {finish}) | "
-        f"compile {figures['compile_seconds']:.1f} s | "
-        f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB | {device.device_kind}]"
-    )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The `jaxspec` command."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxspec import __version__
+from jaxspec.cli import generate, verify
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 1 when a check failed, 2 for wrong input, 130 when
+    interrupted."""
+    # transformers advises everybody without PyTorch to install it; only its tokenizers are used here
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Fast long-context decoding in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate.add_command(commands)
+    verify.add_command(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("jaxspec: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"jaxspec: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"jaxspec: out of memory; use a shorter prompt or fewer new tokens ({_one_line(error)})", file=sys.stderr)
+        return 2
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

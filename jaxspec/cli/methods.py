@@ -1,0 +1,94 @@
+"""Methods as command-line flags: their options are read from the dataclasses, so a new method brings its own."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from jaxspec.checkpoint import Loaded, load
+from jaxspec.methods import Method, find_methods
+from jaxspec.types import Params
+
+
+def add_method_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--method`, `--draft` and one flag per option of any method."""
+    methods = find_methods()
+    group = parser.add_argument_group("decoding method")
+    group.add_argument("--method", choices=sorted(methods), default="plain", help="default: plain")
+    drafted = ", ".join(sorted(name for name, method in methods.items() if method.needs_draft_params))
+    group.add_argument("--draft", metavar="MODEL", help=f"the draft model of {drafted}: anything that --model takes")
+    for flag, users in _options(methods).items():
+        field = next(iter(users.values()))
+        group.add_argument(
+            flag,
+            type=type(field.default),
+            choices=field.metadata["choices"],
+            metavar=None if field.metadata["choices"] else type(field.default).__name__.upper(),
+            help=f"{field.metadata['help']} ({_defaults(users)})",
+        )
+
+
+def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The options given for the chosen method, before any model is loaded.
+
+    Raises:
+        ValueError: a flag that the method does not have, or a draft model that is missing or not wanted.
+    """
+    methods = find_methods()
+    options: dict[str, Any] = {}
+    for flag, users in _options(methods).items():
+        field = next(iter(users.values()))
+        value = getattr(args, field.name)
+        if value is None:
+            continue
+        if args.method not in users:
+            raise ValueError(f"{flag} does not apply to --method {args.method}; it belongs to {', '.join(users)}")
+        options[field.name] = value
+    needs_draft = methods[args.method].needs_draft_params
+    if needs_draft != (args.draft is not None):
+        raise ValueError(f"--method {args.method} {'needs' if needs_draft else 'takes no'} --draft MODEL")
+    return options
+
+
+def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | None) -> tuple[Method, Params | None]:
+    """The chosen method, and the draft model's parameters where it has one.
+
+    Raises:
+        ValueError: as `check_method_flags`, a value out of range, or a draft model of another vocabulary.
+    """
+    options, chosen = check_method_flags(args), find_methods()[args.method]
+    if args.draft is None:
+        return chosen(**options), None
+    draft = load(args.draft, dtype=dtype)
+    _check_vocabularies(target, draft)
+    return chosen(model=draft.model, **options), draft.params
+
+
+def option_values(method: Method) -> dict[str, Any]:
+    """The values of a method's options, for records."""
+    return {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.metadata}
+
+
+def _options(methods: dict[str, type[Method]]) -> dict[str, dict[str, dataclasses.Field]]:
+    """Flag -> method name -> field."""
+    options: dict[str, dict[str, dataclasses.Field]] = {}
+    for name, method in sorted(methods.items()):
+        for field in dataclasses.fields(method):
+            if field.metadata:
+                options.setdefault("--" + field.name.replace("_", "-"), {})[name] = field
+    return options
+
+
+def _defaults(users: dict[str, dataclasses.Field]) -> str:
+    by_default: dict[Any, list[str]] = {}
+    for name, field in users.items():
+        by_default.setdefault(field.default, []).append(name)
+    return "default: " + "; ".join(f"{default} with {', '.join(names)}" for default, names in by_default.items())
+
+
+def _check_vocabularies(target: Loaded, draft: Loaded) -> None:
+    if target.tokenizer is None or draft.tokenizer is None:
+        raise ValueError("--draft: both models need a tokenizer, so that their vocabularies can be compared")
+    small, large = sorted((target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()), key=len)
+    different = [token for token, number in small.items() if large.get(token) != number]
+    if different:
+        raise ValueError(f"--draft: the vocabularies differ in {len(different)} tokens, such as {different[0]!r}")

@@ -1,0 +1,82 @@
+"""What `jaxspec generate` says about a run: a line, a trace file and a plot."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.metrics import Metrics
+from jaxspec.types import Stats
+
+SCHEMA_VERSION = 1
+
+
+def check_outputs(trace: Path | None, plot: Path | None) -> None:
+    """Raises ValueError before a run whose files could not be written after it."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+    for flag, path in (("--trace", trace), ("--plot", plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ValueError(f"{flag} {path}: not a file in an existing directory")
+
+
+def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any) -> str:
+    """One line of figures; speculation is left out where nothing was drafted."""
+    rate = figures["decode_tokens_per_second"]
+    decode = "" if rate is None else f" at {rate:.1f} tokens/s"
+    parts = [
+        f"prompt {figures['prompt_tokens']} tokens at {figures['prompt_tokens_per_second']:.1f} tokens/s",
+        f"{figures['new_tokens']} new tokens{decode} (ended by {finish})",
+    ]
+    if metrics.offered_by_position:
+        parts.append(f"{metrics.tokens_per_round.token_weighted:.2f} tokens per round")
+    if metrics.acceptance.token_weighted is not None:
+        positions = " ".join("-" if a is None else f"{a:.2f}" for a in metrics.acceptance_by_position)
+        parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
+    parts.append(f"compile {figures['compile_seconds']:.1f} s")
+    parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB")
+    return f"[{' | '.join(parts)} | {device.device_kind}]"
+
+
+def write_trace(path: Path, record: dict[str, Any], stats: Stats, metrics: Metrics) -> None:
+    """Writes the trace: `record`, the metrics, and per row and round how many tokens were drafted and accepted."""
+    rows = []
+    for b, rounds in enumerate(np.asarray(stats.rounds).tolist()):
+        rows.append(
+            {
+                "rounds": rounds,
+                "emitted": int(stats.emitted[b]),
+                "drafted": np.asarray(stats.drafted[b])[:rounds].tolist(),
+                "accepted": np.asarray(stats.accepted[b])[:rounds].tolist(),
+            }
+        )
+    record = {"schema_version": SCHEMA_VERSION, **record, "metrics": metrics.as_dict(), "rows": rows}
+    path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def write_plot(path: Path, title: str, stats: Stats, metrics: Metrics) -> None:
+    """Draws acceptance by draft position and tokens per round over the run; the suffix chooses the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    positions = [i for i, a in enumerate(metrics.acceptance_by_position) if a is not None]
+    left.bar([i + 1 for i in positions], [metrics.acceptance_by_position[i] for i in positions], color="tab:blue")
+    left.set(
+        xlabel="draft position",
+        ylabel="acceptance, given all before",
+        ylim=(0, 1),
+        xticks=range(1, len(metrics.acceptance_by_position) + 1),
+    )
+    accepted, rounds = np.asarray(stats.accepted), np.asarray(stats.rounds)
+    for b in range(len(rounds)):
+        tokens = accepted[b, : max(rounds[b] - 1, 0)] + 1
+        right.step(np.arange(1, len(tokens) + 1), tokens, where="mid", linewidth=0.8, color="tab:gray")
+        if len(tokens):
+            mean = np.cumsum(tokens) / np.arange(1, len(tokens) + 1)
+            right.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
+    right.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
+    figure.savefig(path)
