@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.row_selection import digits
+from pallas_kernels.row_selection import keys
 from pallas_kernels.tiling import power_of_two
 
 
@@ -16,22 +16,24 @@ class BlockSizes:
 
     Attributes:
       resident: one program per row, instead of one per tile and digit.
-      depth: elements of a tile that one thread adds up in a 4-bit counter.
-      lanes: the other size of a tile, a power of two; depth * lanes elements.
+      tile: scores per program, a power of two.
       num_warps: warps per program.
+      bits_per_pass: bits of the threshold that a resident program finds at a time.
+      depth: elements of a tile that the spread design adds up in a 4-bit counter, at most 8.
     """
 
     resident: bool
-    depth: int
-    lanes: int
+    tile: int
     num_warps: int
+    bits_per_pass: int = 1
+    depth: int = 4
 
 
 def choose_block_sizes(num_rows: int, size: int, dtype: jnp.dtype) -> BlockSizes:
     """Returns the block sizes for scores [R,S]."""
-    if size <= digits.MAX_TILE and (size <= 8192 or num_rows >= 64):
-        depth = digits.MAX_DEPTH if size > 16384 else 4
-        lanes = power_of_two(-(-size // depth), 128)
-        return BlockSizes(True, depth, lanes, num_warps=max(1, min(16, lanes // 256)))
-    # 128-bit loads of bfloat16: 8 lanes per thread.
-    return BlockSizes(False, depth=4, lanes=1024, num_warps=4)
+    del dtype
+    if size <= keys.MAX_TILE and (size <= 8192 or num_rows >= 64):
+        tile = power_of_two(size, 256)
+        return BlockSizes(True, tile, num_warps=max(1, min(16, tile // 1024)))
+    # 128-bit loads of bfloat16: 8 scores of each of the `depth` rows per thread.
+    return BlockSizes(False, tile=4096, num_warps=4)

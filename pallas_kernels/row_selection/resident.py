@@ -1,4 +1,4 @@
-"""One program per row, which holds the whole row in registers: one launch."""
+"""One program per row: the row stays in registers while a binary search over its keys finds the threshold."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.row_selection import digits
+from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
+
+
+def _threshold(key: jax.Array, wanted: jax.Array, dtype: jnp.dtype, bits_per_pass: int) -> keys.Cut:
+    """The `wanted`-th largest key, and how many keys equal to it are among the `wanted` largest."""
+    bits = keys.key_bits(dtype)
+
+    def search(step, state):
+        low, above = state
+        shift = bits - bits_per_pass * (step + 1)
+        # Candidates rise, counts fall: the answer's next bits are the number of candidates that enough keys reach.
+        new_low, new_above = low, above
+        for digit in range(1, 1 << bits_per_pass):
+            candidate = low + (jnp.int32(digit) << shift)
+            reach = keys.count(key >= candidate)
+            enough = reach >= wanted
+            new_low = jnp.where(enough, candidate, new_low)
+            # The first candidate that too few keys reach is the upper end of what is left to search.
+            new_above = jnp.where(enough, new_above, jnp.maximum(new_above, reach))
+        return new_low, new_above
+
+    state = jnp.int32(keys.lowest(dtype)), jnp.int32(0)
+    threshold, above = jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits // bits_per_pass), search, state)
+    return keys.Cut(threshold, wanted - above)
 
 
 def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: BlockSizes) -> None:
     """scores [R,S]; length, k [R] -> rows [R,W], count [R]."""
     size, width = scores_ref.shape[1], rows_ref.shape[1]
     row = pl.program_id(0)
-    depth, lanes = blocks.depth, blocks.lanes
-    index = jnp.arange(depth, dtype=jnp.int32)[:, None] * lanes + jnp.arange(lanes, dtype=jnp.int32)[None, :]
-    in_row = index < jnp.minimum(length_ref[row], size)
-    scores = pltriton.load(scores_ref.at[row, index], mask=in_row, other=0.0)
-    key, eligible = digits.keys(scores, in_row)
+    length = jnp.clip(length_ref[row], 0, size)
+    key = keys.load(scores_ref, row, jnp.arange(blocks.tile, dtype=jnp.int32), length)
+    eligible = keys.count(key > keys.lowest(scores_ref.dtype))
+    wanted = jnp.clip(jnp.minimum(k_ref[row], eligible), 0, width)
+    cut = _threshold(key, wanted, scores_ref.dtype, blocks.bits_per_pass)
 
-    shift = digits.key_bits(scores_ref.dtype) - digits.DIGIT_BITS
-    totals = digits.count_digits(key, eligible, shift)
-    wanted = jnp.minimum(jnp.maximum(k_ref[row], 0), jnp.minimum(jnp.sum(totals), width))
-    cut, _ = digits.descend(digits.Cut(jnp.uint32(0), wanted), totals)
-    while shift:
-        shift -= digits.DIGIT_BITS
-        totals = digits.count_digits(key, digits.matches(key, cut.prefix, shift), shift)
-        cut, _ = digits.descend(cut, totals)
+    # In pieces, from memory again: the counts of a whole row do not fit beside its keys.
+    piece = min(blocks.tile, 256 * blocks.num_warps)
 
-    selected, place = digits.places(key, cut, (jnp.int32(0), jnp.int32(0)))
-    # Interpret mode drops stores past the end, the GPU masks them.
-    pltriton.store(rows_ref.at[row, jnp.where(selected, place, width)], index, mask=selected)
-    block = min(lanes, 1024)
+    def write(step, before):
+        index = step * piece + jnp.arange(piece, dtype=jnp.int32)
+        selected, place, *before = keys.places(keys.load(scores_ref, row, index, length), cut, *before)
+        # Interpret mode drops stores past the end, the GPU masks them.
+        pltriton.store(rows_ref.at[row, jnp.where(selected, place, width)], index, mask=selected)
+        return tuple(before)
 
     def pad(step, carry):
-        slot = wanted + step * block + jnp.arange(block, dtype=jnp.int32)
-        pltriton.store(rows_ref.at[row, slot], jnp.full((block,), -1, jnp.int32), mask=slot < width)
+        slot = wanted + step * piece + jnp.arange(piece, dtype=jnp.int32)
+        pltriton.store(rows_ref.at[row, slot], jnp.full((piece,), -1, jnp.int32), mask=slot < width)
         return carry
 
-    jax.lax.fori_loop(jnp.int32(0), pl.cdiv(width - wanted, jnp.int32(block)), pad, jnp.int32(0))
+    pieces = jnp.where(wanted > 0, pl.cdiv(length, jnp.int32(piece)), 0)
+    jax.lax.fori_loop(jnp.int32(0), pieces, write, (jnp.int32(0), jnp.int32(0)))
+    jax.lax.fori_loop(jnp.int32(0), pl.cdiv(width - wanted, jnp.int32(piece)), pad, jnp.int32(0))
     count_ref[row] = wanted
 
 
 def row_selection(
     scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the public op. A row must fit a tile of `blocks`."""
+    """See the public op. A row must fit a tile."""
     num_rows = scores.shape[0]
     return pl.pallas_call(
         functools.partial(_kernel, blocks=blocks),

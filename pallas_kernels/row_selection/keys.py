@@ -1,0 +1,72 @@
+"""Integer keys in the order of the scores, and the places of selected keys: what both kernels are made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+
+# A word holds two counts of a tile.
+MAX_TILE = 1 << 15
+
+
+class Cut(NamedTuple):
+    """Selected are the keys above `threshold`, and the first `ties` of those equal to it."""
+
+    threshold: jax.Array
+    ties: jax.Array
+
+
+def key_bits(dtype: jnp.dtype) -> int:
+    return 8 * jnp.dtype(dtype).itemsize
+
+
+def lowest(dtype: jnp.dtype) -> int:
+    """The key of what may not be selected; every score's is higher."""
+    return -(1 << (key_bits(dtype) - 1))
+
+
+def make(scores: jax.Array, in_row: jax.Array) -> jax.Array:
+    """int32 keys: equal where the scores are equal, the lowest for NaN and outside the row."""
+    integer = jnp.int16 if scores.dtype == jnp.bfloat16 else jnp.int32
+    pattern = jax.lax.bitcast_convert_type(scores, integer).astype(jnp.int32)
+    infinity = 0x7F80 if integer == jnp.int16 else 0x7F800000
+    # A sign and a magnitude become a two's complement, in which -0.0 and 0.0 are one number.
+    sign = pattern >> 31
+    magnitude = pattern & (0x7FFF if integer == jnp.int16 else 0x7FFFFFFF)
+    key = (magnitude ^ sign) - sign
+    return jnp.where(in_row & (magnitude <= infinity), key, lowest(scores.dtype))
+
+
+def load(scores_ref: Any, row: jax.Array, index: jax.Array, length: jax.Array) -> jax.Array:
+    """Keys of scores[row, index]."""
+    size = scores_ref.shape[1]
+    # The length is left out of the load's mask: a mask that may end anywhere would make every load as small as a score.
+    scores = pltriton.load(scores_ref.at[row, index], mask=index < size, other=0.0)
+    return make(scores, index < jnp.minimum(length, size))
+
+
+def count(condition: jax.Array) -> jax.Array:
+    return jnp.sum(condition.astype(jnp.int32))
+
+
+def places(
+    key: jax.Array, cut: Cut, above_before: jax.Array, equal_before: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Which keys [E] of a tile are selected, where they go, and the counts that the next tile starts with.
+
+    The counts are of keys above the threshold and equal to it in the tiles before.
+    """
+    above, equal = key > cut.threshold, key == cut.threshold
+    # Both counts fit one word, so that one scan makes both.
+    word = jnp.where(above, 1, jnp.where(equal, 1 << 16, 0))
+    through = jnp.cumsum(word)
+    total = jnp.sum(word)
+    num_above = above_before + (through & 0xFFFF)
+    num_equal = equal_before + (through >> 16)
+    selected = above | (equal & (num_equal <= cut.ties))
+    # A selected key's own count is in the sum.
+    place = num_above + jnp.minimum(num_equal, cut.ties) - 1
+    return selected, place, above_before + (total & 0xFFFF), equal_before + (total >> 16)
