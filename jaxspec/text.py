@@ -23,13 +23,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not hasattr(self._tokenizer, "id_to_token"):
             raise ValueError(f"a fast tokenizer is needed to stream text, got {type(tokenizer).__name__}")
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        # ids are decoded behind those of the last piece of text: a token's spaces can depend on what precedes it
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []  # ids behind the context that are no text yet
         self._decoded = ""  # everything decoded so far
         self._shown = 0  # characters of it already handed out
         self._stop = stop
@@ -42,20 +42,28 @@ class TextStream:
             found.
         """
         for position, token in enumerate(ids):
-            self._ids.append(token)
+            self._pending.append(token)
             searched = max(len(self._decoded) - max(map(len, self._stop), default=1) + 1, 0)
-            self._decoded += self._decoder.step(self._tokenizer, token) or ""
+            self._decode(whole_characters=True)
             found = [at for s in self._stop if (at := self._decoded.find(s, searched)) >= 0]
             if found:
                 return ids[: position + 1], self._hand_out(min(found)), True
         if last:
             # bytes of a character that never became whole are shown as the tokenizer shows them
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if whole.startswith(self._decoded):
-                self._decoded = whole
+            self._decode(whole_characters=False)
             return ids, self._hand_out(len(self._decoded)), False
         held = max((n for s in self._stop for n in range(1, len(s)) if self._decoded.endswith(s[:n])), default=0)
         return ids, self._hand_out(len(self._decoded) - held), False
+
+    def _decode(self, whole_characters: bool) -> None:
+        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
+        # An incomplete character is shown as U+FFFD. With byte tokens it can turn whole ones before it into U+FFFD too;
+        # what was decoded stays, so that only lengths are compared.
+        if len(text) <= len(self._context_text) or (whole_characters and text.endswith("\ufffd")):
+            return
+        self._decoded += text[len(self._context_text) :]
+        self._context, self._pending = self._pending, []
+        self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=True)
 
     def _hand_out(self, end: int) -> str:
         text = self._decoded[self._shown : end]

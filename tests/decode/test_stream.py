@@ -22,20 +22,37 @@ def byte_symbols():
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """61 byte-level tokens: words with and without spaces, characters split over tokens, bytes that are no text."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = ["a", "b", "ab", " a", " b", "ba ", "\n", "\n\n", " ", "  "]
-    words += ["stop", " stop", "top", "st", "op", "END", "EN", "D", "é", "日"]
-    pieces = ["é".encode()[:1], "é".encode()[1:], *(bytes([x]) for x in "日".encode()), b"\xf0\x9f", b"\x98\x80"]
-    filler = [f"w{i}" for i in range(60 - len(words) - len(pieces))]
-    data = [word.encode() for word in words] + pieces + [word.encode() for word in filler]
+WORDS = ["a", "b", "ab", " a", " b", "ba ", "\n", "\n\n", " ", "  ", "stop", " stop", "top", "st", "op"]
+WORDS += ["END", "EN", "D", "é", "日"]
+PIECES = [bytes([x]) for x in "é日".encode()] + [b"\xf0", b"\x9f"]  # the last two begin a character that never ends
+FILLER = [f"w{i}" for i in range(60 - len(WORDS) - len(PIECES))]
+
+
+def byte_level(tokenizers):
+    """As in GPT-2, Llama 3 and Qwen."""
     symbols = byte_symbols()
-    tokens = [SPECIAL, *("".join(symbols[byte] for byte in token) for token in data)]
-    assert len(set(tokens)) == 61
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
-    made.decoder = tokenizers.decoders.ByteLevel()
+    data = [word.encode() for word in WORDS] + PIECES + [word.encode() for word in FILLER]
+    return ["".join(symbols[byte] for byte in token) for token in data], tokenizers.decoders.ByteLevel()
+
+
+def sentencepiece(tokenizers):
+    """As in Llama 2 and Mistral: a mark for spaces, bytes by number, and no space at the beginning of a text."""
+    tokens = [word.replace(" ", "\u2581") for word in WORDS]
+    tokens += [f"<0x{piece[0]:02X}>" for piece in PIECES] + FILLER
+    parts = tokenizers.decoders
+    steps = [parts.Replace("\u2581", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)]
+    return tokens, parts.Sequence(steps)
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentencepiece])
+def tokenizer(request):
+    """61 tokens: a special one, words with and without spaces, bytes of characters, and filler."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokens, decoder = request.param(tokenizers)
+    vocab = {token: i for i, token in enumerate([SPECIAL, *tokens])}
+    assert len(vocab) == 61
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    made.decoder = decoder
     made.add_special_tokens([SPECIAL])
     return made
 
@@ -130,30 +147,40 @@ def streamed(tokenizer, ids, stop, sizes):
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    "stop", [(), ("stop",), (" stop",), ("a b",), ("END", "stop"), ("p", "to"), ("日",), ("\n\n",)]
-)
+@pytest.mark.parametrize("stop", [(), ("stop",), (" st",), ("a b",), ("END", "stop"), ("p", "to"), ("日",), ("\n\n",)])
 def test_random_ids(tokenizer, stop):
+    """Words, special tokens and characters in bytes, whole in the sentencepiece vocabulary: there one broken character
+    makes the whole run of bytes unreadable."""
     rng = np.random.default_rng(len(stop))
+    first_byte, broken = 1 + len(WORDS), type(tokenizer.decoder).__name__ == "ByteLevel"
+    parts = [[i] for i in range(first_byte)]
+    parts += [[first_byte + i for i in bytes_] for bytes_ in (range(2), range(2, 5))]
+    parts += [[first_byte + i] for i in range(7)] if broken else []
     stops = 0
     for _ in range(400):
-        # few tokens, so that stop strings form over their edges, and the broken characters
-        ids = rng.integers(0, 29, 12).tolist()
+        ids = [i for part in rng.integers(0, len(parts), 10) for i in parts[part]]
         expected_ids, expected_text, expected_stop = searched(tokenizer, ids, stop)
-        for sizes in ([1] * 12, [12], rng.integers(0, 5, 12).tolist()):
+        for sizes in ([1] * len(ids), [len(ids)], rng.integers(0, 5, len(ids)).tolist()):
             kept, pieces, stopped = streamed(tokenizer, ids, stop, sizes)
             assert ("".join(pieces), kept, stopped) == (expected_text, expected_ids, expected_stop), (ids, sizes)
         stops += expected_stop
     assert (stops > 5) == bool(stop)
 
 
-def ids_of(tokenizer, *parts):
-    """Token ids by their text or bytes."""
-    texts = {}
-    for i in range(61):
-        decoded = whole_text(tokenizer, [i])
-        texts.setdefault(decoded, i)
-    return [texts[part] if isinstance(part, str) else part for part in parts]
+def test_bytes_that_are_no_text(tokenizer):
+    """Any bytes at all: nothing raises, and the words between them appear."""
+    rng = np.random.default_rng(0)
+    byte_ids = np.arange(1 + len(WORDS), 1 + len(WORDS) + len(PIECES))
+    for _ in range(300):
+        ids = rng.choice(byte_ids, 12)
+        ids[rng.integers(0, 12, 2)] = ids_of("END")
+        _, pieces, _ = streamed(tokenizer, ids.tolist(), (), [1] * 12)
+        assert "".join(pieces).count("END") == np.sum(ids == ids_of("END"))
+
+
+def ids_of(*parts):
+    """Token ids of words."""
+    return [1 + WORDS.index(part) for part in parts]
 
 
 STOPS = {
@@ -172,7 +199,7 @@ STOPS = {
 @pytest.mark.parametrize("case", STOPS)
 def test_stop_strings(case, tokenizer):
     parts, stop, text, count = STOPS[case]
-    ids = ids_of(tokenizer, *parts)
+    ids = ids_of(*parts)
     for sizes in ([1] * len(ids), [len(ids)], [2] * len(ids)):
         kept, pieces, stopped = streamed(tokenizer, ids, stop, sizes)
         assert ("".join(pieces), kept) == (text, ids[:count])
@@ -180,28 +207,27 @@ def test_stop_strings(case, tokenizer):
 
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string(tokenizer):
-    ids = ids_of(tokenizer, "a", "st", "op", "b", " ", "st", "a", "b")
-    assert streamed(tokenizer, ids, ("stopped",), [1] * 8)[1] == ["a", "", "", "stopb", " ", "", "sta", "b"]
-    assert streamed(tokenizer, ids, (), [1] * 8)[1] == ["a", "st", "op", "b", " ", "st", "a", "b"]
+    ids = ids_of("a", "st", "op", "b", " a", "st", "a", "b")
+    assert streamed(tokenizer, ids, ("stopped",), [1] * 8)[1] == ["a", "", "", "stopb", " a", "", "sta", "b"]
+    assert streamed(tokenizer, ids, (), [1] * 8)[1] == ["a", "st", "op", "b", " a", "st", "a", "b"]
 
 
 def test_characters_split_over_tokens_appear_whole(tokenizer):
-    first, *rest = 23, 24, 25
-    assert whole_text(tokenizer, [first, *rest]) == "日"
-    ids = [*ids_of(tokenizer, "a"), first, *rest, *ids_of(tokenizer, "b")]
-    assert streamed(tokenizer, ids, (), [1] * 5)[1] == ["a", "", "", "日", "b"]
-    # cut off inside the character: what the tokenizer shows of it
-    assert "".join(streamed(tokenizer, ids[:3], (), [1] * 3)[1]) == whole_text(tokenizer, ids[:3]) == "a\ufffd"
+    first = 1 + len(WORDS)
+    ids = [*ids_of("a"), *range(first, first + 5), *ids_of("b")]
+    assert streamed(tokenizer, ids, (), [1] * 7)[1] == ["a", "", "é", "", "", "日", "b"]
+    # cut off inside the first character: what the tokenizer shows of it
+    assert streamed(tokenizer, ids[:2], (), [1] * 2)[1] == ["a", "\ufffd"]
 
 
 def test_special_tokens_are_not_shown(tokenizer):
-    ids = [*ids_of(tokenizer, "a"), 0, *ids_of(tokenizer, "b"), 0]
+    ids = [*ids_of("a"), 0, *ids_of("b"), 0]
     assert "".join(streamed(tokenizer, ids, (SPECIAL,), [1] * 4)[1]) == "ab"
 
 
 def test_ids_that_the_tokenizer_does_not_know(tokenizer):
     """Models are often padded to more ids than their tokenizer has."""
-    ids = [*ids_of(tokenizer, "a"), 500, *ids_of(tokenizer, "b"), 501]
+    ids = [*ids_of("a"), 500, *ids_of("b"), 501]
     assert "".join(streamed(tokenizer, ids, (), [1] * 4)[1]) == "ab"
 
 
