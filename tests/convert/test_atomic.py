@@ -60,8 +60,10 @@ def embedding(path: Path) -> np.ndarray:
     return np.asarray(load(path).params["embedding"])
 
 
-@pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "existing"),
+    [*((moment, True) for moment in MOMENTS), ("between two leaves", False), ("before the rename", False)],
+)
 def test_killed_conversion(moment, existing, tiny, tmp_path):
     directory, _ = tiny("llama")
     dst = tmp_path / "out"

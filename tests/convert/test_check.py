@@ -37,7 +37,6 @@ def test_sound_conversions_pass(family, dtype, tiny, tmp_path):
         LONG,
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
         {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "default"},
     ],
 )
 def test_long_positions(scaling, tiny, tmp_path):

@@ -11,7 +11,7 @@ from convert import ConversionError, convert
 from jaxspec.checkpoint import load
 from tests.convert.damage import bounded
 
-ROUNDS = 40
+ROUNDS = 30
 # `...` removes the key
 VALUES = (None, True, -1, 0, 1, 3, 1.5, 2**31, 2**70, 1e308, float("nan"), "", "x", [], [1], {}, {"a": 1}, ...)
 
