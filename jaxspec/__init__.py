@@ -1,14 +1,15 @@
 """Fast long-context decoding of Hugging Face checkpoints in JAX.
 
-model, params, tokenizer = jaxspec.load("path/or/hub-id")
-output = jaxspec.generate(model, params, prompt, prompt_length, jax.random.key(0), max_new_tokens=256)
+>>> model, params, tokenizer = jaxspec.load("path/or/hub-id")
+>>> output = jaxspec.generate(model, params, prompt, prompt_length, jax.random.key(0), max_new_tokens=256)
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-from jaxspec.checkpoint import load
+from convert.errors import ConversionError
+from jaxspec.checkpoint import Loaded, load
 from jaxspec.decode import generate
-from jaxspec.methods import Method, Plain
+from jaxspec.methods import DraftModel, Method, Plain, Quest, Streaming, Vegas
 from jaxspec.models import Decoder, ModelConfig
 from jaxspec.sampling import Sampling
 from jaxspec.stream import Chunk, stream
@@ -16,14 +17,20 @@ from jaxspec.types import Finish, Output, Stats
 
 __all__ = [
     "Chunk",
+    "ConversionError",
     "Decoder",
+    "DraftModel",
     "Finish",
+    "Loaded",
     "Method",
     "ModelConfig",
     "Output",
     "Plain",
+    "Quest",
     "Sampling",
     "Stats",
+    "Streaming",
+    "Vegas",
     "generate",
     "load",
     "stream",
