@@ -10,13 +10,32 @@ from jaxspec.sampling import Sampling, sample, to_probs
 from jaxspec.types import Array, DecodeState, Draft, ForwardOut, KVCache
 
 
+class ForcedDraws:
+    """Stands in for keys and prescribes what is drawn, so that every path can be enumerated.
+
+    It keeps the chances of its draws itself: what a method says about them later is what is to be checked. It lives
+    inside one trace.
+    """
+
+    def __init__(self, tokens: Array) -> None:
+        self.tokens = tokens  # int32 [B, g]
+        self.chance: Array | None = None  # float32 [B], of the draws so far; None: nothing was drawn
+
+    def draw(self, probs: Array, slot: int) -> Array:
+        """The prescribed token of a slot, int32 [B], drawn from probs [B, V]."""
+        token = self.tokens[:, slot]
+        chance = jnp.take_along_axis(probs, token[:, None], axis=1)[:, 0]
+        self.chance = chance if self.chance is None else self.chance * chance
+        return token
+
+
 def draft_chain(
     step: Callable[[Any, Array, int], tuple[Array, Any]],
     carry: Any,
     token: Array,
     num_draft: int,
     sampling: Sampling,
-    keys: Array,
+    keys: Array | ForcedDraws,
     *,
     ends: Callable[[Array], Array] | None = None,
 ) -> tuple[Draft, Any]:
@@ -28,14 +47,13 @@ def draft_chain(
         token: int32 [B], what the first step is fed.
         num_draft: static number of steps.
         sampling: the draft's.
-        keys: [B] PRNG keys; or int32 [B, num_draft], the outcomes of the draws, by which every path can be enumerated.
+        keys: [B] PRNG keys, or the outcomes of the draws.
         ends: logits [B, V] -> bool [B], whether the draft ends with the token drawn from them. It sees distributions
             only: dropping a token because of its own draw would bias what the accept rule emits.
 
     Returns:
         The draft, with the very probabilities its tokens were drawn from (None when greedy), and the last carry.
     """
-    enumerated = not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     count = jnp.zeros(token.shape, jnp.int32)
     going = jnp.ones(token.shape, bool)
     tokens, probs = [], []
@@ -48,8 +66,8 @@ def draft_chain(
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
             probs.append(to_probs(logits, sampling))
-            if enumerated:
-                token = keys[:, slot]
+            if isinstance(keys, ForcedDraws):
+                token = keys.draw(probs[-1], slot)
             else:
                 token = sample(probs[-1], jax.vmap(jax.random.fold_in, (0, None))(keys, slot))
         tokens.append(token)
@@ -63,7 +81,7 @@ def self_draft(
     state: DecodeState,
     num_draft: int,
     sampling: Sampling,
-    keys: Array,
+    keys: Array | ForcedDraws,
     **options: Any,
 ) -> tuple[Draft, KVCache]:
     """Drafts with the target's own weights into the scratch rows behind `state.length`.

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.acceptance import acceptance
 from jaxspec.decode import prefill
+from jaxspec.drafting import ForcedDraws
 from jaxspec.methods.base import Method, Models
 from jaxspec.models.decoder import init_cache
 from jaxspec.requests import Request, check_request
@@ -29,7 +30,7 @@ def speculative_distribution(
 
     Args:
         models: a model with a vocabulary of two or three ids; there are (V^g (g + 1) V)^rounds paths.
-        method: the method; its draft must follow the forced draws of `draft_chain`, or draw nothing.
+        method: the method; its draft must draw with `draft_chain`, or not at all.
         prompt: token ids.
         first: the token that the prefill emits.
         sampling: the target's.
@@ -132,14 +133,11 @@ def _play(
     """
     g = method.max_draft
     forced, accepted, token = script[:, :g], script[:, g], script[:, g + 1]
-    draft, cache, method_state = method.draft(models, state, sampling, forced)
+    draws = ForcedDraws(forced)
+    draft, cache, method_state = method.draft(models, state, sampling, draws)
     follows = jnp.all(draft.tokens == forced, axis=1)
-    if draft.probs is None:
-        # nothing was drawn: of all paths, the one with these tokens has the whole chance
-        draft_chance = follows.astype(jnp.float32)
-    else:
-        draft_chance = jnp.prod(jnp.take_along_axis(draft.probs, forced[..., None], axis=-1)[..., 0], axis=1)
-        draft_chance = jnp.where(follows, draft_chance, jnp.nan)
+    # where nothing was drawn, of all paths the one with these tokens has the whole chance
+    draft_chance = follows.astype(jnp.float32) if draws.chance is None else jnp.where(follows, draws.chance, jnp.nan)
     state = state.replace(cache=cache, method_state=method_state)
     out = method.verify(models, state, draft)
     accept_prob, next_probs = acceptance(draft, to_probs(out.logits, sampling))

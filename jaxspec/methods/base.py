@@ -94,7 +94,7 @@ class Method:
 
     def draft(self, models: Models, state: DecodeState, sampling: Sampling, keys: Array) -> tuple[Draft, KVCache, Any]:
         """Drafts up to `max_draft` tokens after `state.last_token`; returns the draft, the cache with scratch rows
-        written, and the method state. `keys` [B] are this round's, or int32 [B, g] as in `draft_chain`."""
+        written, and the method state. `keys` [B] are this round's; draws are `draft_chain`'s to make."""
         batch = state.last_token.shape[0]
         empty = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None)
         return empty, state.cache, state.method_state

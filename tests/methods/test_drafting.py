@@ -9,7 +9,7 @@ import pytest
 from method_cases import Case, make_case, tiny_model
 
 from jaxspec import Sampling
-from jaxspec.drafting import draft_chain
+from jaxspec.drafting import ForcedDraws, draft_chain
 from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Method, Models
 
@@ -58,8 +58,11 @@ def test_each_slot_is_drawn_from_its_distribution():
 
 def test_forced_draws():
     forced = jnp.array([[1, 2, 0, 4], [4, 4, 4, 4]], jnp.int32)
-    draft, _ = chain(Sampling(1.0), forced)
+    draws = ForcedDraws(forced)
+    draft, _ = chain(Sampling(1.0), draws)
     np.testing.assert_array_equal(draft.tokens, forced)
+    rows = np.asarray(jax.nn.softmax(TABLE))
+    np.testing.assert_allclose(draws.chance[0], rows[0, 1] * rows[1, 2] * rows[2, 0] * rows[0, 4], rtol=1e-5)
     np.testing.assert_allclose(draft.probs[0, 1], jax.nn.softmax(TABLE[1]), atol=1e-6)
 
 
@@ -72,7 +75,7 @@ def test_the_token_that_an_early_stop_sees_is_still_used():
         return jax.nn.softmax(logits).max(axis=1) < 0.6
 
     first = int(np.argmin(stops))
-    draft, _ = chain(Sampling(1.0), forced, token=(first,) * 40, ends=ends)
+    draft, _ = chain(Sampling(1.0), ForcedDraws(forced), token=(first,) * 40, ends=ends)
     for b in range(40):
         fed = [first, *forced[b, :3].tolist()]
         assert int(draft.count[b]) == next((i + 1 for i in range(4) if stops[fed[i]]), 4)
