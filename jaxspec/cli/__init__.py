@@ -2,11 +2,20 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxspec import __version__
 from jaxspec.cli import generate, verify
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, like all others of the command; `--help` shows the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted."""
     # transformers advises everybody without PyTorch to install it; only its tokenizers are used here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    parser = argparse.ArgumentParser(prog="jaxspec", description="Fast long-context decoding in JAX.")
+    parser = _Parser(prog="jaxspec", description="Fast long-context decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_command(commands)
@@ -25,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxspec: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # the reader of our output has left; what is still buffered must not be written when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"jaxspec: {_one_line(error)}", file=sys.stderr)
         return 2

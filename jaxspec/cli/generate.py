@@ -51,6 +51,8 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("--top-k, --top-p and --min-p need --temperature above 0")
     filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p} if args.temperature != 0 else {}
     sampling = jaxspec.Sampling(args.temperature if args.temperature != 0 else None, **filters)
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must lie in 0..{2**32 - 1}, got {args.seed}")
     check_outputs(args.trace, args.plot)
     check_method_flags(args)
     prompt = _read_prompt(args)
@@ -111,12 +113,16 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
-        return args.prompt
-    if args.prompt_file is not None:
-        return args.prompt_file.read_text(encoding="utf-8")
-    if sys.stdin.isatty():
+        prompt = args.prompt
+    elif args.prompt_file is not None:
+        prompt = args.prompt_file.read_text(encoding="utf-8")
+    elif sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt, --prompt-file or text on standard input")
-    return sys.stdin.read()
+    else:
+        prompt = sys.stdin.read()
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError("the prompt is not valid UTF-8")
+    return prompt
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:

@@ -1,0 +1,223 @@
+"""`jaxspec generate`: text, JSON, prompts from everywhere, and one line for every error."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxspec.cli import main
+
+PROMPT = "the lazy dog"
+NEW = 12
+
+
+@pytest.fixture
+def command(checkpoint, capsys):
+    """`command(*flags) -> (exit code, standard output, standard error)`."""
+
+    def run(*flags, model=checkpoint.converted, new_tokens=NEW):
+        flags = ["generate", "--model", model, "--max-new-tokens", str(new_tokens), *flags]
+        try:
+            code = main(flags)
+        except SystemExit as exit_:
+            code = exit_.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def greedy(checkpoint, expected):
+    ids = checkpoint.tokenizer(PROMPT)["input_ids"]
+    return ids, *expected(ids, NEW)
+
+
+def test_text_and_figures(command, greedy):
+    code, out, err = command("--prompt", PROMPT)
+    ids, tokens, text = greedy
+    assert (code, out) == (0, text + "\n")
+    lines = [line for line in err.splitlines() if line.startswith("[prompt")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"[prompt {len(ids)} tokens at ")
+    assert f"{len(tokens)} new tokens at " in lines[0]
+    assert "(ended by length)" in lines[0]
+
+
+def test_json(command, greedy):
+    code, out, _ = command("--prompt", PROMPT, "--json")
+    ids, tokens, text = greedy
+    record = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert record["schema_version"] == 1
+    assert (record["text"], record["tokens"], record["finish"]) == (text, tokens, "length")
+    assert (record["prompt_tokens"], record["new_tokens"]) == (len(ids), NEW)
+    assert (record["method"], record["options"]) == ("plain", {})
+    for name in ("prompt_tokens_per_second", "decode_tokens_per_second", "peak_memory_bytes"):
+        assert record[name] > 0, name
+    assert record["compile_seconds"] >= 0
+
+
+def test_one_token_has_no_decode_rate(command, greedy):
+    _, out, _ = command("--prompt", PROMPT, "--json", new_tokens=1)
+    record = json.loads(out)
+    assert record["decode_tokens_per_second"] is None
+    assert record["tokens"] == greedy[1][:1]
+    code, out, err = command("--prompt", PROMPT, new_tokens=1)
+    assert code == 0
+    assert "1 new tokens (ended by length)" in err
+
+
+def test_prompt_from_a_file_and_from_standard_input(command, greedy, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    assert command("--prompt-file", str(file))[:2] == (0, greedy[2] + "\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert command()[:2] == (0, greedy[2] + "\n")
+
+
+def test_chat(command, checkpoint, expected):
+    ids = checkpoint.tokenizer("[user] " + PROMPT + "\n[a] ", add_special_tokens=False)["input_ids"]
+    tokens, text = expected(ids, NEW)
+    _, out, _ = command("--prompt", PROMPT, "--chat", "--json")
+    record = json.loads(out)
+    assert (record["prompt_tokens"], record["tokens"], record["text"]) == (len(ids), tokens, text)
+
+
+def test_model_is_a_hugging_face_directory(command, checkpoint, greedy, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    assert command("--prompt", PROMPT, model=checkpoint.source)[:2] == (0, greedy[2] + "\n")
+
+
+def tokens_of(result):
+    assert result[0] == 0, result[2]
+    return json.loads(result[1])["tokens"]
+
+
+def test_sampling_flags(command, greedy):
+    hot = ("--prompt", PROMPT, "--json", "--temperature", "3")
+    first = tokens_of(command(*hot, "--seed", "1"))
+    assert first == tokens_of(command(*hot, "--seed", "1"))
+    assert first != tokens_of(command(*hot, "--seed", "2"))
+    assert first != greedy[1]
+    for top_k, top_p, min_p in (("1", "1", "0"), ("300", "1e-6", "0"), ("300", "1", "1")):
+        one_left = ("--top-k", top_k, "--top-p", top_p, "--min-p", min_p)
+        assert tokens_of(command(*hot, *one_left)) == greedy[1], one_left
+    assert tokens_of(command("--prompt", PROMPT, "--json", "--temperature", "1e-6", "--top-k", "5")) == greedy[1]
+
+
+def test_seeds_of_any_size(command):
+    hot = ("--prompt", PROMPT, "--json", "--temperature", "3", "--seed")
+    assert tokens_of(command(*hot, str(2**32 - 1))) != tokens_of(command(*hot, "0"))
+
+
+def test_stop(command, greedy):
+    _, tokens, text = greedy
+    stop = text[3:5]
+    assert stop
+    _, out, _ = command("--prompt", PROMPT, "--stop", "never in the text", "--stop", stop, "--json")
+    record = json.loads(out)
+    assert (record["text"], record["finish"]) == (text[: text.find(stop)], "stop")
+    assert record["tokens"] == tokens[: len(record["tokens"])]
+    assert command("--prompt", PROMPT, "--stop", stop)[1] == record["text"] + "\n"
+
+
+WRONG = {
+    "temperature negative": (["--temperature", "-1"], "temperature must be a finite number >= 0"),
+    "temperature nan": (["--temperature", "nan"], "temperature must be a finite number >= 0"),
+    "temperature infinite": (["--temperature", "inf"], "temperature must be a finite number >= 0"),
+    "temperature text": (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),
+    "top_k 0": (["--temperature", "1", "--top-k", "0"], "top_k must be an integer >= 1"),
+    "top_k float": (["--temperature", "1", "--top-k", "1.5"], "--top-k: invalid int value"),
+    "top_k huge": (["--temperature", "1", "--top-k", str(2**70)], "top_k must be an integer >= 1"),
+    "top_p 2": (["--temperature", "1", "--top-p", "2"], "top_p must be a number in (0, 1]"),
+    "min_p": (["--temperature", "1", "--min-p", "-1"], "min_p must be a number in [0, 1]"),
+    "filters at temperature 0": (["--top-p", "0.9"], "need --temperature above 0"),
+    "seed too large": (["--seed", str(2**80)], "--seed must lie in 0..4294967295"),
+    "seed negative": (["--seed", "-1"], "--seed must lie in 0..4294967295"),
+    "no new tokens": (["--max-new-tokens", "0"], "max_new_tokens must lie in 1..256"),
+    "too many new tokens": (["--max-new-tokens", "255"], "must fit the model's 256 positions"),
+    "empty stop": (["--stop", ""], "stop strings must be non-empty"),
+    "unknown flag": (["--repetition-penalty", "2"], "unrecognized arguments: --repetition-penalty 2"),
+    "dtype": (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+    "two prompts": (["--prompt-file", "x"], "not allowed with argument --prompt"),
+    "method": (["--method", "magic"], "--method: invalid choice: 'magic'"),
+}
+
+
+def assert_one_line(result, message):
+    code, out, err = result
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert (code, out) == (2, ""), result
+    assert len(lines) == 1, err
+    assert lines[0].startswith("jaxspec")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values(case, command):
+    flags, message = WRONG[case]
+    assert_one_line(command("--prompt", PROMPT, *flags), message)
+
+
+def test_wrong_prompts(command, tmp_path, monkeypatch):
+    assert_one_line(command("--prompt", ""), "the prompt is empty")
+    assert_one_line(command("--prompt-file", str(tmp_path / "none.txt")), "none.txt")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    assert_one_line(command("--prompt-file", str(tmp_path / "latin1.txt")), "utf-8")
+    assert_one_line(command("--prompt-file", str(tmp_path)), str(tmp_path))
+    # what the shell hands over of bytes that are no UTF-8
+    assert_one_line(command("--prompt", "caf\udce9"), "UTF-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("caf\udce9"))
+    assert_one_line(command(), "UTF-8")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert_one_line(command(), "no prompt")
+
+
+def test_wrong_models(command, checkpoint, tmp_path):
+    assert_one_line(command("--prompt", PROMPT, model=str(tmp_path / "none")), "none")
+    (tmp_path / "config.json").write_text("{}")
+    assert_one_line(command("--prompt", PROMPT, model=str(tmp_path)), str(tmp_path))
+
+
+def test_no_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def shell(*flags, prompt=b""):
+    """Exit code, standard output and standard error of the command as a process of its own."""
+    command = [sys.executable, "-m", "jaxspec.cli", "generate", *flags]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, input=prompt, capture_output=True, env=environment, timeout=120, check=False)
+    return result.returncode, result.stdout.decode(), result.stderr.decode()
+
+
+def test_as_a_process(checkpoint, greedy):
+    """The prompt through a pipe; nothing but the text on standard output."""
+    code, out, err = shell("--model", checkpoint.converted, "--max-new-tokens", str(NEW), prompt=PROMPT.encode())
+    assert (code, out) == (0, greedy[2] + "\n"), err
+    code, out, err = shell("--model", "/nowhere", "--prompt", PROMPT)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error(checkpoint):
+    """`jaxspec generate ... | head -c1`."""
+    command = f"{sys.executable} -m jaxspec.cli generate --model {checkpoint.converted} --prompt x --max-new-tokens 200"
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; JAX_PLATFORMS=cpu {command} | head -c1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.stderr == ""
