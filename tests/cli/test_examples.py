@@ -1,0 +1,46 @@
+"""The examples run, with the model that they make and with a checkpoint."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["generate_in_jit", "convert_and_generate"])
+def test_is_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+
+
+def test_generate_in_jit(capsys):
+    example("generate_in_jit").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("temperature 0.5: scores [")
+    assert lines[2].startswith("temperature 1.0: scores [")
+    for ids in (lines[1], lines[3]):
+        assert len(ids.strip("[]").split(",")) == 32
+
+
+def test_convert_and_generate(capsys):
+    pytest.importorskip("safetensors")
+    example("convert_and_generate").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "24,736 parameters of a llama in float32"
+    assert all(len(ids.strip("[]").split(",")) == 24 for ids in lines[1:])
+    assert len(lines) == 3
+
+
+def test_with_a_checkpoint(capsys, checkpoint):
+    example("generate_in_jit").main(checkpoint.converted)
+    example("convert_and_generate").main(checkpoint.source)
+    out = capsys.readouterr().out
+    assert "parameters of a llama" in out
+    assert out.count("temperature") == 2
