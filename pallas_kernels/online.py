@@ -32,7 +32,7 @@ def initial(rows: int, width: int) -> State:
 
 
 def update(state: State, logits: jax.Array, load_values: Any) -> State:
-    """Adds a tile: logits [rows,keys], -inf where invisible; `load_values()` gives [keys,H] and runs after the softmax."""
+    """Adds a tile: logits [rows,keys], -inf where invisible; `load_values()` gives [keys,H], after the softmax."""
     acc, top, total = state
     new_top = jnp.maximum(top, jnp.max(logits, axis=1))
     weights = jnp.exp2(logits - new_top[:, None])

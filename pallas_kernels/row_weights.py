@@ -62,11 +62,8 @@ def weigh(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns weights [s,c] or [c,s] relative to `top` [c]; queries [c,H] at position [c], keys [s,H] of cache rows."""
     logits = multiply(queries, keys, keys_first) * scale
-    if keys_first:
-        visible = row[:, None] <= position[None, :]
-    else:
-        visible = row[None, :] <= position[:, None]
     axis = 0 if keys_first else 1
+    visible = jnp.expand_dims(row, 1 - axis) <= jnp.expand_dims(position, axis)
     logits = jnp.where(visible, logits, -jnp.inf)
     top = jnp.maximum(jnp.max(logits, axis=axis), LOWEST)
     return jnp.exp2(logits - jnp.expand_dims(top, axis)), top

@@ -44,8 +44,8 @@ def _weights_kernel(
 ) -> None:
     """Weights of one chosen kv head over one split of the cache.
 
-    q [B,R,N,H]; k [B,S,K,H]; q_pos [B,R]; table [K',P] -> weights and step_top as in `row_weights.shapes`, top and total
-    [B,C,K',c] of C splits, where column r * P + p is query r and the kv head's p-th chosen head.
+    q [B,R,N,H]; k [B,S,K,H]; q_pos [B,R]; table [K',P] -> weights and step_top as in `row_weights.shapes`, and top and
+    total [B,C,K',c] of C splits, where column r * P + p is query r and the kv head's p-th chosen head.
     """
     num_queries, heads, head_dim = q_ref.shape[1:]
     capacity, kv_heads = k_ref.shape[1:3]

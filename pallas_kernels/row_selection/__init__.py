@@ -44,6 +44,10 @@ def row_selection(
     if not 1 <= width <= scores.shape[1]:
         raise ValueError(f"width is {width}; allowed is 1 .. {scores.shape[1]}, the row length of scores")
 
-    from pallas_kernels.row_selection import reference
+    if backend == "xla":
+        from pallas_kernels.row_selection import reference
 
-    return reference.row_selection(scores, length, k, width=width)
+        return reference.row_selection(scores, length, k, width=width)
+    from pallas_kernels.row_selection import triton
+
+    return triton.row_selection(scores, length, k, width=width, interpret=backend == "interpret")
