@@ -1,6 +1,6 @@
 """Reads registers and stack of compiled kernels out of a `jax.stages.Compiled`, without any CUDA tool.
 
-A serialised executable is a Riegeli file of Snappy-compressed chunks, nested, with the machine code as ELF images inside.
+A serialised executable is a Riegeli file of Snappy-compressed chunks, nested, with ELF images of machine code inside.
 Riegeli: github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md. Snappy: its format_description.txt.
 """
 
@@ -25,12 +25,13 @@ def images(executable: bytes) -> list[bytes]:
     found, pending = [], [executable]
     while pending:
         data = pending.pop()
-        starts = [i for i in _find(data, ELF) if struct.unpack_from("<H", data, i + 18)[0] == CUDA_MACHINE]
-        if starts:
-            found += [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
-            continue
-        for start in _find(data, RIEGELI_SIGNATURE):
+        # The first signature is the outermost file's; compressed data may contain the look of others, and of images.
+        start = data.find(RIEGELI_SIGNATURE)
+        if start >= 0:
             pending += _chunks(data[start:])
+            continue
+        starts = [i for i in _find(data, ELF) if struct.unpack_from("<H", data, i + 18)[0] == CUDA_MACHINE]
+        found += [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
     return found
 
 
