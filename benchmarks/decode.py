@@ -82,11 +82,17 @@ def main() -> None:
         results["prefill"].append(row)
         print(f"prefill B={batch:<3} {tokens} tokens  {row['seconds'] * 1e3:8.1f} ms", flush=True)
     del params, models
+    save(results, args.json)
     if args.rivals:
         jax.clear_caches()
         results["transformers"] = time_transformers(config, args.decode, args.prefill, args.steps)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        save(results, args.json)
+
+
+def save(results: dict, path: Path | None) -> None:
+    """Writes the results so far."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1))
 
 
 def random_params(config: ModelConfig):
