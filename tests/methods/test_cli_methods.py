@@ -13,6 +13,7 @@ import jaxspec
 from jaxspec.checkpoint import Loaded
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
+from jaxspec.cli import verify as cli_verify
 
 
 def loaded(model, params, size):
@@ -123,9 +124,10 @@ def test_a_plot_without_matplotlib(capsys, monkeypatch, tmp_path):
     assert "pip install 'jaxspec[plot]'" in err
 
 
-def test_verify(capsys, prompt_file):
+def test_verify(capsys, monkeypatch, prompt_file):
+    monkeypatch.setattr(cli_verify, "PROMPT_TOKENS", (60, 40, 30))
     flags = ["--prompt-file", str(prompt_file), "--draws", "100", "--max-new-tokens", "8"]
-    vegas = ["--method", "vegas", "--num-draft", "2", "--min-keep", "8"]
+    vegas = ["--method", "vegas", "--num-draft", "1", "--min-keep", "8"]
     code, out, _ = run(capsys, "verify", "--model", "target", *flags, *vegas, "--json")
     record = json.loads(out)
     assert code == 0

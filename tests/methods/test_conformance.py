@@ -53,8 +53,9 @@ def greedy_run(name):
 
 @cache
 def sampled_run(name):
+    """Of one layer, as compiling a sampled round takes long."""
     prompt, length = prompts()
-    out = case_of(name).generate(prompt, length, KEYS, max_new_tokens=NEW, sampling=Sampling(1.0))
+    out = case_of(name, layers=1).generate(prompt, length, KEYS, max_new_tokens=NEW, sampling=Sampling(1.0))
     return jax.tree.map(np.asarray, out)
 
 
@@ -142,7 +143,7 @@ def test_eos_ends_a_row_at_every_offset_of_a_block(name):
 @lossless_method
 def test_max_new_tokens_under_a_callers_jit(name):
     """Every limit up to two past a block, one program for all, prompts and lengths traced."""
-    case, plain = make_case(name, layers=1), plain_case(layers=1)
+    case, plain = case_of(name, layers=1), plain_case(layers=1)
     prompt, length = prompts()
     limits = range(1, G + 3)
 
@@ -164,7 +165,7 @@ def test_a_row_of_a_batch_equals_its_solo_run(name):
     prompt, length = prompts()
     batch = sampled_run(name)
     for b in range(3):
-        solo = case_of(name).generate(
+        solo = case_of(name, layers=1).generate(
             prompt[b : b + 1], length[b : b + 1], KEYS[b : b + 1], max_new_tokens=NEW, sampling=Sampling(1.0)
         )
         np.testing.assert_array_equal(solo.tokens[0], batch.tokens[b])
@@ -177,7 +178,7 @@ def test_a_rows_neighbours_do_not_matter(name):
     batch = sampled_run(name)
     prompt, length = prompt.copy(), length.copy()
     prompt[0], length[0] = prompt[0, ::-1], 13
-    out = case_of(name).generate(
+    out = case_of(name, layers=1).generate(
         prompt, length, KEYS.at[0].set(jax.random.key(99)), max_new_tokens=NEW, sampling=Sampling(1.0)
     )
     np.testing.assert_array_equal(out.tokens[1:], batch.tokens[1:])
@@ -281,7 +282,7 @@ def test_a_row_with_nan_logits_is_flagged_and_the_others_stay(name):
 @lossless_method
 def test_every_path_enumerated(name):
     """Two rounds, three ids: the output's joint distribution is the target's."""
-    case = make_case(name, vocab=3)
+    case = make_case(name, layers=1, vocab=3)
     if not case.method.max_draft:
         pytest.skip("nothing is drafted")
     prompt = [int(t) for t in np.random.default_rng(2).integers(0, 3, 20)]
