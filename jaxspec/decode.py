@@ -12,7 +12,7 @@ from jaxspec.models.decoder import Decoder, init_cache
 from jaxspec.prefill import fill_cache
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, Output, Params, Stats, Verdict
+from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, KVCache, Output, Params, Stats, Verdict
 
 
 def generate(
@@ -79,12 +79,21 @@ def prefill(
     The prompt goes through in chunks. Its last token then takes one ordinary forward of its own, which gives logits,
     scores and queries at each row's own end however ragged the prompts are.
     """
-    config, g = models.target.config, method.max_draft
     batch, width = request.prompt.shape
-    dtype = models.params["embedding"].dtype
-    capacity = -(-(width + max_new_tokens + g + 1) // 128) * 128
-    cache = init_cache(config, batch, capacity, dtype)
+    capacity = -(-(width + max_new_tokens + method.max_draft + 1) // 128) * 128
+    cache = init_cache(models.target.config, batch, capacity, models.params["embedding"].dtype)
     cache = fill_cache(models.target, models.params, request.prompt, request.prompt_length, cache)
+    return begin(models, cache, request, method, max_new_tokens, logprobs)
+
+
+def begin(
+    models: Models, cache: KVCache, request: Request, method: Method, max_new_tokens: int, logprobs: bool = False
+) -> DecodeState:
+    """The end of the prefill: each row's last prompt token, over a cache that holds the tokens before it.
+
+    A cache that another run over the same prompts has used will do, since everything behind the prompts is scratch.
+    """
+    batch, g = request.prompt.shape[0], method.max_draft
     last = jnp.take_along_axis(request.prompt, request.prompt_length[:, None] - 1, axis=1)
     zeros = jnp.zeros(batch, jnp.int32)
     trace = jnp.zeros((batch, max_new_tokens), jnp.int16)
