@@ -92,8 +92,8 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
             raise ValueError(f"rope type 'llama3' needs low_freq_factor < high_freq_factor, got {low} and {high}")
         return RopeConfig(theta, rope_type, factor, original, low, high)
     fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    if slow >= fast:
-        raise ValueError(f"rope type 'yarn' needs beta_slow < beta_fast, got {slow} and {fast}")
+    if slow > fast:
+        raise ValueError(f"rope type 'yarn' needs beta_slow <= beta_fast, got {slow} and {fast}")
     truncate = setting("truncate", default=True)
     if not isinstance(truncate, bool):
         raise ValueError(f"rope type 'yarn' needs truncate to be true or false, got {truncate!r}")

@@ -144,7 +144,7 @@ REJECTED = {
     "yarn mscale": ({"rope_scaling": {"rope_type": "yarn", **YARN, "mscale": "1", "mscale_all_dim": 1.0}}, "mscale"),
     "yarn betas swapped": (
         {"rope_scaling": {"rope_type": "yarn", **YARN, "beta_fast": 1.0, "beta_slow": 32.0}},
-        "beta_slow < beta_fast",
+        "beta_slow <= beta_fast",
     ),
     "yarn truncate": ({"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": "no"}}, "truncate"),
     "yarn base 1": ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", **YARN}}, "rope_theta"),
