@@ -37,7 +37,7 @@ def _verify(args: argparse.Namespace) -> int:
     import jax
 
     import jaxspec
-    from jaxspec.lossless import check_enumeration, check_greedy, check_sampling
+    from jaxspec.lossless import Check, check_enumeration, check_greedy, check_sampling
     from jaxspec.methods import Models
 
     check_method_flags(args)
@@ -55,9 +55,9 @@ def _verify(args: argparse.Namespace) -> int:
     models = Models(loaded.model, loaded.params, draft_params)
     prompts = _prompts(args, loaded)
     unfiltered, filtered = jaxspec.Sampling(args.temperature), jaxspec.Sampling(args.temperature, top_p=0.8)
-    checks = []
+    checks: list[Check] = []
 
-    def report(*new: Any) -> None:
+    def report(*new: Check) -> None:
         checks.extend(new)
         for check in () if args.json else new:
             print(f"{'passed' if check.passed else 'FAILED':7} {check.name:34} {check.detail}", flush=True)

@@ -14,7 +14,7 @@ from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCach
 
 
 def option(
-    default: Any = dataclasses.MISSING,
+    default: Any,
     *,
     help: str,
     low: float | None = None,
@@ -24,7 +24,7 @@ def option(
     """A field of a method, checked by `Method.__post_init__` and offered as a flag by the command line.
 
     Args:
-        default: its default; without one the field is required.
+        default: its default, which also says whether it is an integer, another number or a string.
         help: one line for the command line.
         low: the smallest value of an integer. A number that is no integer must lie above it.
         high: the largest value.

@@ -253,3 +253,16 @@ def test_forced_rejections_at_every_slot_in_one_batch():
 def test_wrong_options_name_what_is_allowed(options, message):
     with pytest.raises(ValueError, match=message):
         Vegas(**options)
+
+
+@pytest.mark.parametrize("name", ["vegas", "quest"])
+def test_blocks_at_the_end_of_a_full_cache(name):
+    """Prompt, new tokens and drafts fill the capacity to the last row: a clamped write would change older ones."""
+    case, plain = make_case(name, layers=1, num_draft=5), plain_case(layers=1)
+    prompt = np.random.default_rng(3).integers(0, 18, (2, 128)).astype(np.int32)
+    new_tokens = 256 - 128 - 5 - 1
+    mine, expected = (
+        c.generate(prompt, [128, 128], jax.random.key(0), max_new_tokens=new_tokens) for c in (case, plain)
+    )
+    np.testing.assert_array_equal(mine.tokens, expected.tokens)
+    assert mine.stats.accepted.max() == 5
