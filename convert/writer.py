@@ -1,5 +1,6 @@
 """Writing a converted checkpoint, one leaf at a time."""
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -190,9 +191,12 @@ def _write_params(directory: Path, source: Source, leaves: list[PlannedLeaf], dt
             return []
 
     total = sum(_size(leaf.shape) for leaf in leaves) * dtype.itemsize
+    # newer releases copy what they are given unless told not to; older ones never do
+    parameters = inspect.signature(ocp.type_handlers.NumpyHandler.__init__).parameters
+    no_copy = {"deepcopy_host_arrays": False} if "deepcopy_host_arrays" in parameters else {}
     # without a handler for jax.Array Orbax warns, although no leaf is one
     handlers = ocp.type_handlers.create_type_handler_registry(
-        (_Leaf, LeafHandler(deepcopy_host_arrays=False)), (jax.Array, ocp.type_handlers.ArrayHandler())
+        (_Leaf, LeafHandler(**no_copy)), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     tree: dict[str, Any] = {}
     for leaf in leaves:
