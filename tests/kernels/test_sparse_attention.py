@@ -1,0 +1,156 @@
+"""`sparse_attention`: every backend against float64 NumPy, and what must not change its result."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import (
+    BACKENDS,
+    BF16,
+    CAPACITIES,
+    DTYPES,
+    F16,
+    F32,
+    KERNELS,
+    SHAPES,
+    TOLERANCE,
+    covering,
+    error,
+    head_logits,
+    normal,
+    poison,
+    softmax,
+    starts,
+    weighted,
+)
+
+from pallas_kernels import cached_attention, sparse_attention
+from pallas_kernels.sparse_attention import triton
+from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
+
+
+def inputs(batch, num_rows, group, head_dim, capacity, dtype, listed, window, kv_heads=2):
+    """Operands, with lists of random rows padded with -1, and which cache rows [B,T,S] each query sees."""
+    q = normal(0, (batch, num_rows, kv_heads * group, head_dim), dtype)
+    k, v = (normal(seed, (batch, capacity, kv_heads, head_dim), dtype) for seed in (1, 2))
+    start = starts(batch, num_rows, capacity)
+    generator = np.random.default_rng(3)
+    valid = np.maximum(start + num_rows - window, 0).astype(np.int32) if window else None
+    rows = np.full((batch, listed), -1, np.int32)
+    seen = np.zeros((batch, num_rows, capacity), bool)
+    for b in range(batch):
+        # Without a window rows past the position are listed too: they are not seen.
+        limit = valid[b] if window else capacity
+        count = min(limit, int(listed * (1.0, 0.3, 0.6)[b]))
+        rows[b, :count] = np.sort(generator.permutation(limit)[:count])
+        position = start[b] + np.arange(num_rows)
+        seen[b][:, rows[b, :count]] = rows[b, :count] <= position[:, None]
+        if window:
+            seen[b][:, limit:] = np.arange(limit, capacity) <= position[:, None]
+    return (q, k, v, rows, start, valid), seen
+
+
+def check(operands, seen, window, backend, run=None):
+    """Compares with the truth, unseen rows full of NaN; with 1e4 in them the result must be the same to the bit."""
+    q, k, v, rows, start, valid = operands
+    scale = q.shape[-1] ** -0.5
+    expected = weighted(softmax(head_logits(q, k, scale), seen[:, :, None]), v)
+    run = run or functools.partial(sparse_attention, backend=backend)
+    run = jax.jit(functools.partial(run, scale=scale, window=window))
+    unseen = ~seen.any(axis=1)
+    got, again = (run(q, poison(k, unseen, x), poison(v, unseen, x), rows, start, valid=valid) for x in (np.nan, 1e4))
+    assert error(got, expected) <= TOLERANCE["out"][q.dtype.type]
+    np.testing.assert_array_equal(got, again)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@covering(**SHAPES, capacity=CAPACITIES, dtype=DTYPES, listed=(1, 40, 63), window=(0, 12))
+def test_equals_float64(case, backend):
+    check(*inputs(**case), case["window"], backend)
+
+
+# splits that divide the steps and that do not, more splits than a short list has steps, the search for the list's end
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        BlockSizes(16, 16, 1),
+        BlockSizes(64, 16, 3),
+        BlockSizes(32, 32, 4, find_end=True),
+        BlockSizes(16, 16, 9, find_end=True),
+    ],
+)
+def test_every_cut_gives_the_same(blocks, backend):
+    run = functools.partial(triton.sparse_attention, blocks=blocks, interpret=backend == "interpret")
+    check(*inputs(3, 5, 8, 64, 200, F16, 100, 7), 7, backend, run)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_list(backend):
+    assert choose_block_sizes(3, 2, 1, 2, 1100, 5, 64, BF16).find_end
+    check(*inputs(3, 2, 2, 64, 1300, BF16, 1100, 5, kv_heads=1), 5, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_rows_give_dense_attention(backend):
+    (q, k, v, _, start, _), _ = inputs(3, 5, 6, 64, 70, F32, 1, 0)
+    rows = np.tile(np.arange(70, dtype=np.int32), (3, 1))
+    sparse = jax.jit(functools.partial(sparse_attention, scale=0.1, backend=backend))(q, k, v, rows, start)
+    dense, _ = jax.jit(functools.partial(cached_attention, scale=0.1, backend=backend))(q, k, v, start)
+    assert error(sparse, dense) <= TOLERANCE["out"][np.float32]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [0, 4])
+def test_nothing_seen_gives_zeros(window, backend):
+    (q, k, v, rows, _, _), _ = inputs(3, 2, 5, 64, 40, F32, 20, window)
+    rows[:] = -1
+    k[:] = v[:] = np.nan
+    start = np.array([30, 10, -2], np.int32)
+    valid = start + 2 if window else None
+    run = jax.jit(functools.partial(sparse_attention, scale=1.0, window=window, backend=backend))
+    np.testing.assert_array_equal(run(q, k, v, rows, start, valid=valid), 0)
+
+
+# rows outside the cache and padding in the middle of a list are not seen, on any backend
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_order_and_padding_do_not_matter(backend):
+    (q, k, v, _, start, _), _ = inputs(1, 2, 5, 64, 40, F32, 20, 0)
+    run = jax.jit(functools.partial(sparse_attention, scale=0.3, backend=backend))
+    sorted_rows = np.array([[2, 5, 9, 30, -1, -1, -1, -1]], np.int32)
+    mixed = np.array([[-1, 30, 2, -7, 9, 5, 40, 2**31 - 1]], np.int32)
+    assert error(run(q, k, v, mixed, start), run(q, k, v, sorted_rows, start)) <= TOLERANCE["out"][np.float32]
+
+
+def arguments(**changes):
+    (q, k, v, rows, start, valid), _ = inputs(2, 3, 2, 16, 20, F32, 5, 4)
+    named = {"q": q, "k": k, "v": v, "rows": rows, "start": start, "valid": valid, "window": 4, "scale": 1.0}
+    return named | {"backend": "interpret"} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": jnp.zeros((2, 4, 16))}, r"q has shape \(2, 4, 16\); it must be \[B,T,N,H\]"),
+        ({"k": jnp.zeros((2, 20, 2, 16), BF16)}, "k has dtype bfloat16; allowed: float32"),
+        ({"k": jnp.zeros((2, 20, 3, 16)), "v": jnp.zeros((2, 20, 3, 16))}, "q has 4 heads and k has 3"),
+        ({"v": jnp.zeros((2, 21, 2, 16))}, r"v has shape \(2, 21, 2, 16\); it must be \[B,S,K,H\] like k"),
+        ({"rows": jnp.zeros((1, 5), jnp.int32)}, r"rows has shape \(1, 5\); it must be \[B,M\], here \[2, any >= 1\]"),
+        ({"rows": jnp.zeros((2, 0), jnp.int32)}, r"rows has shape \(2, 0\)"),
+        ({"rows": jnp.zeros((2, 5))}, "rows has dtype float32; allowed: int32"),
+        ({"start": jnp.zeros((2, 1), jnp.int32)}, r"start has shape \(2, 1\); it must be \[B\]"),
+        ({"valid": jnp.zeros(3, jnp.int32)}, r"valid has shape \(3,\); it must be \[B\]"),
+        ({"window": 0}, "window is 0; with valid it must be at least 1"),
+        ({"valid": None}, "window is 4 without valid; give valid"),
+        ({"backend": "cuda"}, "backend is 'cuda'"),
+        (
+            {"q": jnp.zeros((2, 3, 4, 512)), "k": jnp.zeros((2, 8, 2, 512)), "v": jnp.zeros((2, 8, 2, 512))},
+            "q has head dim 512; the kernel allows at most 256",
+        ),
+    ],
+)
+def test_rejects(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(**arguments(**changes))
