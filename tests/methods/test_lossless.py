@@ -78,3 +78,24 @@ def test_a_gap_is_measured_in_float32():
     gap, limit = _gap(half, PROMPT, 3, 4)
     assert gap == pytest.approx(_gap(rounded, PROMPT, 3, 4)[0])
     assert 1e-4 < limit < 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Nudged(Vegas):
+    """Breaks ties in favour of the last id."""
+
+    def verify(self, models, state, draft):
+        out = super().verify(models, state, draft)
+        return out._replace(logits=out.logits.at[..., -1].add(1e-5))
+
+
+def test_a_tie_is_reported_and_passes():
+    models, method = broken(Nudged)
+    plain = make_case("plain").generate([PROMPT], [len(PROMPT)], jax.random.key(0), max_new_tokens=4)
+    common = int(plain.tokens[0, 2])
+    head = models.params["lm_head"]
+    twins = models.replace(params={**models.params, "lm_head": head.at[-1].set(head[common])})
+    check = check_greedy(twins, method, [PROMPT], 20)
+    assert check.passed
+    assert "ties: row 0 parts at token" in check.detail
+    assert "logits 0.0e+00 apart" in check.detail
