@@ -11,7 +11,7 @@ def python(code):
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
-    for module in ("jaxspec", "jaxspec.cli", "convert", "pallas_kernels"):
+    for module in ("jaxspec.cli", "convert"):
         loaded = python(f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})").split()
         assert not set(loaded) & set(HEAVY), (module, set(loaded) & set(HEAVY))
 
@@ -23,5 +23,5 @@ def test_import_takes_little_more_than_jax():
     def seconds(module):
         return float(python(f"import time, {module}; print(time.process_time())"))
 
-    jax, jaxspec = zip(*[(seconds("jax"), seconds("jaxspec")) for _ in range(5)], strict=True)
+    jax, jaxspec = zip(*[(seconds("jax"), seconds("jaxspec")) for _ in range(3)], strict=True)
     assert min(jaxspec) - min(jax) <= 0.3, (jax, jaxspec)

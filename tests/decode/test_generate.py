@@ -51,12 +51,12 @@ def test_greedy_equals_the_float64_reference(tiny, options):
 def test_greedy_equals_transformers_generate(family):
     """Token for token in float32: a ragged batch against transformers' row by row and left-padded."""
     torch = pytest.importorskip("torch")
-    hf = tiny_config(family)
+    hf = tiny_config(family, num_hidden_layers=2 if family == "qwen3" else 1)
     weights = random_weights(hf, seed=3)
     model, params = jax_model(hf, weights)
     theirs = torch_model(hf, weights)
     rng = np.random.default_rng(0)
-    count, lengths = 40, np.array([7, 1, 20])
+    count, lengths = 20, np.array([7, 1, 20])
     prompts = rng.integers(1, 61, (3, 20)).astype(np.int32)
     output = generate(model, params, prompts, lengths, KEY, max_new_tokens=count)
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0, "eos_token_id": None}
@@ -326,10 +326,10 @@ def test_blocks_emit_what_plain_decoding_does(tiny, wrong, count):
         np.testing.assert_array_equal(output.stats.drafted[b], [c] * rounds + [0] * (NEW_TOKENS - rounds))
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("new_tokens", [1, 2, 3])
 def test_blocks_never_exceed_max_new_tokens(tiny, new_tokens):
-    """Up to g + 2 with g = 2: inside the first block, at its end, behind it."""
-    output = scripted(tiny, 2, num_draft=2, count=2, max_new_tokens=new_tokens)
+    """Up to g + 2 with g = 1: before the first block, inside it, at its end."""
+    output = scripted(tiny, 1, num_draft=1, count=1, max_new_tokens=new_tokens)
     np.testing.assert_array_equal(output.tokens, tiny.greedy[:, :new_tokens])
     np.testing.assert_array_equal(output.lengths, new_tokens)
 

@@ -41,11 +41,13 @@ CASES = {
     "qwen3, G=5, hidden no multiple of heads, tied, bias": tiny_config(
         "qwen3", num_attention_heads=10, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True
     ),
-    "rope linear": tiny_config(rope_scaling={"type": "linear", "factor": 2.5}),
-    "rope dynamic": tiny_config(rope_scaling={"type": "dynamic", "factor": 4.0}),
-    "rope llama3": tiny_config(rope_parameters={"rope_theta": 5e5, **LLAMA3}),
+    "rope linear": tiny_config(num_hidden_layers=1, rope_scaling={"type": "linear", "factor": 2.5}),
+    "rope dynamic": tiny_config(num_hidden_layers=1, rope_scaling={"type": "dynamic", "factor": 4.0}),
+    "rope llama3": tiny_config(num_hidden_layers=1, rope_parameters={"rope_theta": 5e5, **LLAMA3}),
     "rope yarn": tiny_config("qwen2", rope_scaling=YARN),
-    "rope yarn, mscale": tiny_config("qwen3", rope_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}),
+    "rope yarn, mscale": tiny_config(
+        "qwen3", num_hidden_layers=1, rope_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+    ),
 }
 BATCH, LENGTH, CAPACITY = 2, 24, 40
 MODULE_CASES = ["llama", "llama, both biases, G=7", "qwen2", "qwen3", "rope yarn"]
@@ -152,8 +154,10 @@ def test_modules(case, pair):
     chex.assert_trees_all_close(jax.device_get(ours(x)), theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", ["llama, both biases, G=7", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("llama, both biases, G=7", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "bfloat16"), ("qwen3", "float16")],
+)
 def test_reduced_precision(case, dtype):
     """Bound: with u the unit roundoff (2^-8, 2^-11), every value written to the residual stream or handed from one
     operation to the next is off by up to u relative, about 11 of them a layer; independent errors add up to
