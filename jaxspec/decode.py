@@ -50,7 +50,8 @@ def generate(
         logprobs: also return the log-probability of every token under the target's unfiltered logits.
 
     Returns:
-        `Output`. A row whose logits hold a NaN ends with `Finish.NAN` before that token; others are untouched.
+        `Output`. A row whose logits hold NaN or infinity ends with `Finish.NAN` before that token; others are
+        untouched.
 
     Raises:
         ValueError: before anything is computed, for wrong shapes or dtypes, and for wrong values (empty prompts, ids
@@ -182,7 +183,8 @@ def commit(
     tokens = jnp.where(slot < proposed, jnp.pad(draft.tokens, ((0, 0), (0, 1))), verdict.next_token[:, None])
 
     read = slot <= draft.count[:, None]
-    has_nan = jnp.any(jnp.any(jnp.isnan(out.logits), axis=-1) & read, axis=1)
+    # the maximum is NaN if any logit is; an infinite one leaves no distribution either, while -inf only masks a token
+    has_nan = jnp.any(~jnp.isfinite(jnp.max(out.logits, axis=-1)) & read, axis=1)
     is_eos = jnp.any(tokens[..., None] == request.eos_ids, axis=-1) & (slot <= proposed)
     stop_at = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1), g + 1)
     count = jnp.minimum(jnp.minimum(verdict.num_accepted, stop_at) + 1, max_new_tokens - state.num_tokens)

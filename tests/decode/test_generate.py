@@ -248,6 +248,27 @@ def test_a_row_with_nan_logits_is_flagged_and_the_others_stay(tiny):
         assert not np.any(np.isnan(output.logprobs))
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), hot(1.0)])
+def test_infinite_logits_are_flagged_and_impossible_tokens_are_not(tiny, sampling):
+    """One weight of the head is infinite: a token's logit is +inf or -inf by the sign of what it is multiplied with."""
+    token = tiny.unused[1]
+    params = {**tiny.params, "lm_head": tiny.params["lm_head"].at[token, 0].set(jnp.inf)}
+    output = run(tiny._replace(params=params), sampling=sampling)
+    flagged = 0
+    for b in range(4):
+        end, start = int(output.lengths[b]), tiny.lengths[b]
+        tokens = np.concatenate([tiny.prompts[b, :start], output.tokens[b, :end]])
+        plus = reference.decoder(tiny.hf, tiny.weights, tokens).hidden[-1, start - 1 :, 0] > 0
+        # the last of these belongs to the token behind the row's end
+        assert not np.any(plus[:end])
+        assert not np.any(output.tokens[b, :end] == token)
+        if output.finish[b] == Finish.NAN:
+            assert plus[end]
+            flagged += 1
+    assert flagged
+    assert np.all(np.isfinite(output.logprobs))
+
+
 def test_nan_in_the_prompt(tiny):
     params = {**tiny.params, "embedding": tiny.params["embedding"].at[tiny.prompts[0, 0]].set(jnp.nan)}
     clean = ~np.any((tiny.prompts == tiny.prompts[0, 0]) & (np.arange(12) < tiny.lengths[:, None]), axis=1)
