@@ -81,10 +81,10 @@ class Quest(Method):
         verdict: Verdict,
         length: Array,
     ) -> tuple[PageBounds, ...]:
-        """Renews the bounds of the pages that the round's g + 1 rows can lie in; unfinished pages are never read."""
+        """Renews the bounds of the pages that the round's g + 1 rows can finish; unfinished pages are never read."""
         size = self.page_size
         total = out.cache[0].k.shape[1] // size
-        touched = min((size - 1 + self.num_draft) // size + 1, total)
+        touched = min(self.num_draft // size + 1, total)
         # starting earlier than the round's first page only renews finished pages with what they hold
         first = jnp.minimum(length // size, total - touched)
 

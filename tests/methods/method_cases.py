@@ -2,18 +2,24 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode
+from jaxspec import Sampling, decode
+from jaxspec.decode import commit, draft_tokens
 from jaxspec.methods import Method, Models, Plain, find_methods
 from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_cache, init_params
+from jaxspec.requests import check_request
+from jaxspec.stream import _prefill
+from jaxspec.types import Collect
 
 VOCAB, NEVER = 19, 18  # greedy decoding never emits the id NEVER
 G = 2  # drafts per round
+ROUND_LIMIT = 16  # max_new_tokens of `rounds_of`
+GREEDY = Sampling()
 
 # on prompts of a few dozen tokens the default budgets would keep every row
 OPTIONS = {
@@ -111,3 +117,28 @@ def assert_same_greedy(models, prompt, tokens, expected):
         gap = logits[-1] - logits[-2]
         assert gap < 1e-4, f"token {at} is {tokens[at]} instead of {expected[at]}, {gap} apart"
         print(f"tie at token {at}: {gap}")
+
+
+@partial(jax.jit, static_argnames=("method", "layers"))
+def one_round(models, state, request, method, layers):
+    """A round by its phases, and each layer's queries of the verification, from a forward of their own."""
+    before = state
+    state, draft = draft_tokens(models, state, request, method)
+    out = method.verify(models, state, draft)
+    state, verdict, *_ = commit(state.replace(cache=out.cache), draft, out, request, ROUND_LIMIT)
+    method_state = method.observe(models, state.method_state, out, draft, verdict, before.length)
+    inputs = jnp.concatenate([before.last_token[:, None], draft.tokens], axis=1)
+    queries = models.forward(inputs, before.cache, before.length, collect=Collect(queries=tuple(range(layers)))).queries
+    return state.replace(method_state=method_state), draft, out, verdict, queries
+
+
+def rounds_of(case, sampling=GREEDY, num_rounds=5):
+    """Yields (state before, state after, draft, out, verdict, queries) of each round."""
+    prompt, length = prompts()
+    models, keys = case.models, jax.random.key(3)
+    request = check_request(models.target, prompt, length, keys, case.method, sampling, ROUND_LIMIT, (), 0, None)
+    state, _ = _prefill(models, request, case.method, ROUND_LIMIT)
+    for _ in range(num_rounds):
+        after, *rest = one_round(models, state, request, case.method, models.target.config.num_layers)
+        yield state, after, *rest
+        state = after

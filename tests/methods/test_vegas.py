@@ -1,50 +1,19 @@
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_cases import LENGTHS, full_logits, make_case, plain_case, prompts
+from method_cases import LENGTHS, full_logits, make_case, plain_case, prompts, rounds_of
 
-from jaxspec import Finish, Sampling
-from jaxspec.decode import commit, draft_tokens
+from jaxspec import Sampling
 from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Models, Vegas
-from jaxspec.requests import check_request
-from jaxspec.sampling import to_probs
 from jaxspec.selection import top_rows
-from jaxspec.stream import _prefill
 from jaxspec.types import Collect
 from pallas_kernels import cached_attention
 
 NEW = 16
-GREEDY = Sampling()
-
-
-@partial(jax.jit, static_argnames=("method", "layers"))
-def one_round(models, state, request, method, layers):
-    """A round by its phases, and each layer's queries of the verification, from a forward of their own."""
-    before = state
-    state, draft = draft_tokens(models, state, request, method)
-    out = method.verify(models, state, draft)
-    state, verdict, *_ = commit(state.replace(cache=out.cache), draft, out, request, NEW)
-    method_state = method.observe(models, state.method_state, out, draft, verdict, before.length)
-    inputs = jnp.concatenate([before.last_token[:, None], draft.tokens], axis=1)
-    queries = models.forward(inputs, before.cache, before.length, collect=Collect(queries=tuple(range(layers)))).queries
-    return state.replace(method_state=method_state), draft, out, verdict, queries
-
-
-def rounds_of(case, sampling=GREEDY, num_rounds=5):
-    """Yields (state before, state after, draft, out, verdict, queries) of each round."""
-    prompt, length = prompts()
-    models, keys = case.models, jax.random.key(3)
-    request = check_request(models.target, prompt, length, keys, case.method, sampling, NEW, (), 0, None)
-    state, _ = _prefill(models, request, case.method, NEW)
-    for _ in range(num_rounds):
-        after, *rest = one_round(models, state, request, case.method, models.target.config.num_layers)
-        yield state, after, *rest
-        state = after
 
 
 def attention(queries, keys, position, mode, config):
@@ -124,15 +93,6 @@ def test_the_first_round_reads_what_the_last_prompt_token_attends_to():
         assert set(rows[rows >= 0]) == set(np.argsort(-scores)[:6])
     assert length[2] == 1
     assert np.asarray(selection.rows[:, 2]).max() == 0
-
-
-def test_a_full_budget_drafts_with_the_targets_own_distribution():
-    case, sampling = make_case("vegas", layers=1, rho=1.0), Sampling(1.0)
-    for before, _, draft, out, verdict, _ in rounds_of(case, sampling):
-        active = np.asarray(before.finish == Finish.RUNNING)
-        np.testing.assert_array_equal(verdict.num_accepted[active], draft.count[active])
-        target = to_probs(out.logits, sampling)[:, : case.method.num_draft]
-        np.testing.assert_allclose(draft.probs[active], target[active], atol=1e-6)
 
 
 def test_with_one_draft_two_rows_are_all_rows():
