@@ -20,16 +20,18 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-import kernels_attention
+import kernels_checks
+import kernels_dense
 import kernels_selection
+import kernels_sparse
 from kernels_timing import Run, copy_rates
 
-CHECKS = {"attention": kernels_attention.check, "selection": kernels_selection.check}
+CHECKS = {"attention": kernels_checks.check, "selection": kernels_selection.check}
 OPS = {
     "row_selection": kernels_selection.bench,
-    "sparse_attention": kernels_attention.bench_sparse,
-    "attention_scores": kernels_attention.bench_scores,
-    "cached_attention": kernels_attention.bench_dense,
+    "sparse_attention": kernels_sparse.bench_sparse,
+    "attention_scores": kernels_sparse.bench_scores,
+    "cached_attention": kernels_dense.bench,
 }
 
 

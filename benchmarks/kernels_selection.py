@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -16,7 +17,14 @@ from pallas_kernels.row_selection.blocks import BlockSizes, choose_block_sizes
 # R, S, width
 CHECKS = [(5, 1000, 300), (3, 63, 63)]
 CHECKS_FULL = [(36, 131072, 9176), (448, 32768, 1639), (16, 32768, 512), (28, 4096, 287), (3, 131071, 131071)]
-DESIGNS = (BlockSizes(True, 0, 0), BlockSizes(True, 0, 0, bits_per_pass=2), BlockSizes(False, 4096, 4))
+RESIDENT = BlockSizes(True, 0, 0)
+# keys in 32 bits or packed by two, one or two bits of the threshold at a time, and how many scores a thread writes
+DESIGNS = (
+    RESIDENT,
+    dataclasses.replace(RESIDENT, packed=True),
+    dataclasses.replace(RESIDENT, bits_per_pass=2),
+    BlockSizes(False, 4096, 4),
+)
 BF16, F32 = jnp.bfloat16, jnp.float32
 # R, S, k, dtype
 CASES = (
@@ -37,7 +45,7 @@ def sized(design: BlockSizes, size: int, num_warps: int | None = None) -> BlockS
         return design
     tile = max(256, 1 << (size - 1).bit_length())
     warps = num_warps or max(1, min(16, tile // 1024))
-    return BlockSizes(True, tile, warps, design.bits_per_pass) if tile <= 32768 else None
+    return dataclasses.replace(design, tile=tile, num_warps=warps) if tile <= 32768 else None
 
 
 def scores_of(kind: str, num_rows: int, size: int, dtype) -> jax.Array:
@@ -119,9 +127,14 @@ def time_selection(run: Run, num_rows: int, size: int, count: int, dtype) -> Non
     chosen = choose_block_sizes(num_rows, size, dtype)
     report(f"ours {chosen}", lambda: ours(chosen))
     candidates = [
-        sized(BlockSizes(True, 0, 0), size),
-        sized(BlockSizes(True, 0, 0), size, 8 if size <= 16384 else 32),
-        sized(BlockSizes(True, 0, 0, bits_per_pass=2), size),
+        sized(RESIDENT, size),
+        sized(RESIDENT, size, 8 if size <= 16384 else 32),
+        sized(dataclasses.replace(RESIDENT, per_thread=16), size),
+        sized(dataclasses.replace(RESIDENT, packed=True), size),
+        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=4), size),
+        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=4), size, 8 if size <= 16384 else 32),
+        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=8), size, 8 if size <= 16384 else 32),
+        sized(DESIGNS[2], size),
         BlockSizes(False, 4096, 4),
         BlockSizes(False, 8192, 8),
         BlockSizes(False, 8192, 4, depth=8),

@@ -206,3 +206,8 @@ def same(a: object, b: object) -> bool:
         np.array_equal(np.asarray(x), np.asarray(y))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
+
+
+def brief(blocks: object) -> str:
+    fields = dataclasses.asdict(blocks)
+    return " ".join(f"{name}={int(value)}" for name, value in fields.items() if value is not False)

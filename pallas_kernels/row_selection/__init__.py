@@ -45,9 +45,9 @@ def row_selection(
         raise ValueError(f"width is {width}; allowed is 1 .. {scores.shape[1]}, the row length of scores")
 
     if backend == "xla":
-        from pallas_kernels.row_selection import reference
+        from pallas_kernels.row_selection import xla
 
-        return reference.row_selection(scores, length, k, width=width)
+        return xla.row_selection(scores, length, k, width=width)
     from pallas_kernels.row_selection import triton
 
     return triton.row_selection(scores, length, k, width=width, interpret=backend == "interpret")

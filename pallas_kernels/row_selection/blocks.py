@@ -20,6 +20,8 @@ class BlockSizes:
       num_warps: warps per program.
       bits_per_pass: bits of the threshold that a resident program finds at a time.
       depth: elements of a tile that the spread design adds up in a 4-bit counter, at most 8.
+      packed: a resident program keeps two 16-bit keys per register.
+      per_thread: scores per thread of a piece in which a resident program writes its rows.
     """
 
     resident: bool
@@ -27,6 +29,8 @@ class BlockSizes:
     num_warps: int
     bits_per_pass: int = 1
     depth: int = 4
+    packed: bool = False
+    per_thread: int = 8
 
 
 def choose_block_sizes(num_rows: int, size: int, dtype: jnp.dtype) -> BlockSizes:

@@ -1,4 +1,4 @@
-"""Integer keys in the order of the scores, and the places of selected keys: what both kernels are made of."""
+"""Integer keys in the order of the scores, and the places of selected keys: what every path is made of."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,25 @@ def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: Block
     wanted = jnp.clip(jnp.minimum(k_ref[row], eligible), 0, width)
     cut = _threshold(key, wanted, scores_ref.dtype, blocks.bits_per_pass)
 
-    # In pieces, from memory again: the counts of a whole row do not fit beside its keys.
-    piece = min(blocks.tile, 256 * blocks.num_warps)
+    write(scores_ref, rows_ref, count_ref, row, length, wanted, cut, blocks)
 
-    def write(step, before):
+
+def write(
+    scores_ref: Any,
+    rows_ref: Any,
+    count_ref: Any,
+    row: jax.Array,
+    length: jax.Array,
+    wanted: jax.Array,
+    cut: keys.Cut,
+    blocks: BlockSizes,
+) -> None:
+    """Writes the selected indices of a row in order, the padding behind them, and their number."""
+    width = rows_ref.shape[1]
+    # In pieces, from memory again: the counts of a whole row do not fit beside its keys.
+    piece = min(blocks.tile, blocks.per_thread * 32 * blocks.num_warps)
+
+    def write_piece(step, before):
         index = step * piece + jnp.arange(piece, dtype=jnp.int32)
         selected, place, *before = keys.places(keys.load(scores_ref, row, index, length), cut, *before)
         # Interpret mode drops stores past the end, the GPU masks them.
@@ -62,18 +78,18 @@ def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: Block
         return carry
 
     pieces = jnp.where(wanted > 0, pl.cdiv(length, jnp.int32(piece)), 0)
-    jax.lax.fori_loop(jnp.int32(0), pieces, write, (jnp.int32(0), jnp.int32(0)))
+    jax.lax.fori_loop(jnp.int32(0), pieces, write_piece, (jnp.int32(0), jnp.int32(0)))
     jax.lax.fori_loop(jnp.int32(0), pl.cdiv(width - wanted, jnp.int32(piece)), pad, jnp.int32(0))
     count_ref[row] = wanted
 
 
-def row_selection(
-    scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
+def launch(
+    kernel: Any, scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """See the public op. A row must fit a tile."""
+    """Runs `kernel`, one program per row."""
     num_rows = scores.shape[0]
     return pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks),
+        functools.partial(kernel, blocks=blocks),
         out_shape=(
             jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
@@ -83,3 +99,10 @@ def row_selection(
         interpret=interpret,
         name="row_selection",
     )(scores, length, k)
+
+
+def row_selection(
+    scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the public op. A row must fit a tile."""
+    return launch(_kernel, scores, length, k, width=width, blocks=blocks, interpret=interpret)

@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,12 +41,12 @@ def pairwise(**parameters):
         case = {a: i, b: j}
         for axis in axes:
             if axis not in case:
-                gain = lambda v, axis=axis, case=case: sum(  # noqa: E731
-                    (min((axis, v), (c, w)) + max((axis, v), (c, w))) in missing for c, w in case.items()
-                )
                 # Ties go to another value in every case.
                 order = [(v + len(cases)) % sizes[axis] for v in range(sizes[axis])]
-                case[axis] = max(order, key=gain)
+                gains = [
+                    sum(min(x, y) + max(x, y) in missing for y in case.items()) for x in ((axis, v) for v in order)
+                ]
+                case[axis] = order[gains.index(max(gains))]
         missing -= {(a, case[a], b, case[b]) for a, b in itertools.combinations(axes, 2)}
         cases.append({name: parameters[name][case[axis]] for axis, name in enumerate(names)})
     return cases
@@ -68,6 +69,11 @@ def covering(full=("batch", "num_rows", "group", "head_dim", "capacity"), **para
 
 def _name(case):
     return "-".join(f"{name[0]}{getattr(value, '__name__', value)}" for name, value in sorted(case.items()))
+
+
+def compiled(function, backend):
+    """`function` under jit. Compiling is most of an interpreted kernel's time, and its speed matters nowhere."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0} if backend == "interpret" else None)
 
 
 def normal(seed, shape, dtype):

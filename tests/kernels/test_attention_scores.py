@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kernel_cases import (
     KERNELS,
     SHAPES,
     TOLERANCE,
+    compiled,
     covering,
     error,
     head_logits,
@@ -56,7 +56,7 @@ def check(q, k, position, length, heads, backend, run=None):
     scale = q.shape[-1] ** -0.5
     expected = truth(q, k, position, length, heads, scale)
     run = run or functools.partial(attention_scores, backend=backend)
-    run = jax.jit(functools.partial(run, heads=heads, scale=scale))
+    run = compiled(functools.partial(run, heads=heads, scale=scale), backend)
     unseen = np.arange(k.shape[1]) > position.max(axis=1)[:, None]
     got, again = (run(q, poison(k, unseen, x), position, length) for x in (np.nan, 1e4))
     assert error(got, expected) <= TOLERANCE["weight"][q.dtype.type]
@@ -93,7 +93,9 @@ def test_positions_need_not_be_consecutive(backend):
 def test_length_zero_scores_nothing(backend):
     q, k, position, _ = inputs(2, 2, 5, 64, 70, F32)
     length = np.array([0, -1], np.int32)
-    got = jax.jit(functools.partial(attention_scores, heads=(1,), scale=0.1, backend=backend))(q, k, position, length)
+    got = compiled(functools.partial(attention_scores, heads=(1,), scale=0.1, backend=backend), backend)(
+        q, k, position, length
+    )
     np.testing.assert_array_equal(got, -np.inf)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kernel_cases import (
     KERNELS,
     SHAPES,
     TOLERANCE,
+    compiled,
     covering,
     error,
     head_logits,
@@ -70,7 +70,7 @@ def check(q, k, v, start, backend, mode, per_row, run=None, **more):
         scored = scored_rows(*q.shape[:2])
         expected = truth(q, k, v, start, options["scale"], scored, mode, per_row)
         options |= {"scored_rows": scored, "score_mode": mode, "per_row": per_row}
-    run = jax.jit(functools.partial(run or functools.partial(cached_attention, backend=backend), **options))
+    run = compiled(functools.partial(run or functools.partial(cached_attention, backend=backend), **options), backend)
     scratch = np.arange(k.shape[1]) >= start[:, None] + q.shape[1]
     got, again = (run(q, poison(k, scratch, x), poison(v, scratch, x), start) for x in (np.nan, 1e4))
     assert error(got[0], expected[0]) <= TOLERANCE["out"][dtype]
@@ -139,7 +139,7 @@ def test_query_that_sees_nothing_gives_zeros(backend):
     start = np.array([-3, -2], np.int32)
     # the last query of the second sequence sees one row
     k[0], v[0], k[1, 1:], v[1, 1:] = (np.nan,) * 4
-    run = jax.jit(functools.partial(cached_attention, scale=1.0, backend=backend))
+    run = compiled(functools.partial(cached_attention, scale=1.0, backend=backend), backend)
     out, scores = run(q, k, v, start, scored_rows=np.zeros((2, 1), np.int32))
     np.testing.assert_array_equal(out[0], 0)
     np.testing.assert_array_equal(out[1, :2], 0)
@@ -150,7 +150,7 @@ def test_query_that_sees_nothing_gives_zeros(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_in_one_sequence_leaves_the_others_alone(backend):
     q, k, v, start = inputs(3, 2, 5, 64, 40, F32)
-    run = jax.jit(functools.partial(cached_attention, scale=0.1, backend=backend))
+    run = compiled(functools.partial(cached_attention, scale=0.1, backend=backend), backend)
     clean, _ = run(q, k, v, start)
     k[0, 3] = v[0, 3] = np.nan
     out, _ = run(q, k, v, start)
@@ -163,7 +163,7 @@ def test_nan_in_one_sequence_leaves_the_others_alone(backend):
 def test_large_logits(backend):
     q, k, v, start = inputs(1, 2, 5, 64, 100, F32)
     expected, _ = truth(q, k, v, start, 100.0)
-    out, _ = jax.jit(functools.partial(cached_attention, scale=100.0, backend=backend))(q, k, v, start)
+    out, _ = compiled(functools.partial(cached_attention, scale=100.0, backend=backend), backend)(q, k, v, start)
     # the error of a logit of some thousands is the relative error of its weight
     assert error(out, expected) <= 1e-3
 

@@ -2,14 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BACKENDS, BF16, CAPACITIES, F32, KERNELS, covering
+from kernel_cases import BACKENDS, BF16, CAPACITIES, F32, KERNELS, compiled, covering
 
 from pallas_kernels import row_selection
-from pallas_kernels.row_selection import triton
+from pallas_kernels.row_selection import reference, triton
 from pallas_kernels.row_selection.blocks import BlockSizes
 
 KINDS = ("weights", "special", "constant", "signs")
@@ -44,7 +43,7 @@ def brute_force(scores, length, k, width):
 def check(scores, length, k, width, backend, run=None):
     """Equal with NaN and with infinity past the lengths."""
     expected = brute_force(scores, length, k, width)
-    run = jax.jit(functools.partial(run or functools.partial(row_selection, backend=backend), width=width))
+    run = compiled(functools.partial(run or functools.partial(row_selection, backend=backend), width=width), backend)
     for value in (np.nan, np.inf):
         poisoned = np.where(np.arange(scores.shape[1]) < length[:, None], scores, value).astype(scores.dtype)
         rows, count = run(poisoned, length, k)
@@ -74,15 +73,21 @@ def test_equals_stable_sort(case, backend):
     check(scores, *ragged(case["num_rows"], case["size"], width), width, backend)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_is_a_stable_sort(kind):
+    check(scores_of(kind, 8, 100, BF16), *ragged(8, 100, 40), 40, None, run=reference.row_selection)
+
+
 DESIGNS = [
     BlockSizes(True, 1024, 2),
     BlockSizes(True, 1024, 1, bits_per_pass=2),
+    BlockSizes(True, 1024, 2, packed=True, per_thread=4),
     BlockSizes(False, 256, 1),
     BlockSizes(False, 256, 1, depth=8),
 ]
 
 
-# one program per row, and several blocks per row
+# one program per row, its keys packed or not, and several programs per row
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kernel_cases import (
     KERNELS,
     SHAPES,
     TOLERANCE,
+    compiled,
     covering,
     error,
     head_logits,
@@ -58,7 +58,7 @@ def check(operands, seen, window, backend, run=None):
     scale = q.shape[-1] ** -0.5
     expected = weighted(softmax(head_logits(q, k, scale), seen[:, :, None]), v)
     run = run or functools.partial(sparse_attention, backend=backend)
-    run = jax.jit(functools.partial(run, scale=scale, window=window))
+    run = compiled(functools.partial(run, scale=scale, window=window), backend)
     unseen = ~seen.any(axis=1)
     got, again = (run(q, poison(k, unseen, x), poison(v, unseen, x), rows, start, valid=valid) for x in (np.nan, 1e4))
     assert error(got, expected) <= TOLERANCE["out"][q.dtype.type]
@@ -97,8 +97,8 @@ def test_long_list(backend):
 def test_all_rows_give_dense_attention(backend):
     (q, k, v, _, start, _), _ = inputs(3, 5, 6, 64, 70, F32, 1, 0)
     rows = np.tile(np.arange(70, dtype=np.int32), (3, 1))
-    sparse = jax.jit(functools.partial(sparse_attention, scale=0.1, backend=backend))(q, k, v, rows, start)
-    dense, _ = jax.jit(functools.partial(cached_attention, scale=0.1, backend=backend))(q, k, v, start)
+    sparse = compiled(functools.partial(sparse_attention, scale=0.1, backend=backend), backend)(q, k, v, rows, start)
+    dense, _ = compiled(functools.partial(cached_attention, scale=0.1, backend=backend), backend)(q, k, v, start)
     assert error(sparse, dense) <= TOLERANCE["out"][np.float32]
 
 
@@ -110,7 +110,7 @@ def test_nothing_seen_gives_zeros(window, backend):
     k[:] = v[:] = np.nan
     start = np.array([30, 10, -2], np.int32)
     valid = start + 2 if window else None
-    run = jax.jit(functools.partial(sparse_attention, scale=1.0, window=window, backend=backend))
+    run = compiled(functools.partial(sparse_attention, scale=1.0, window=window, backend=backend), backend)
     np.testing.assert_array_equal(run(q, k, v, rows, start, valid=valid), 0)
 
 
@@ -118,7 +118,7 @@ def test_nothing_seen_gives_zeros(window, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_and_padding_do_not_matter(backend):
     (q, k, v, _, start, _), _ = inputs(1, 2, 5, 64, 40, F32, 20, 0)
-    run = jax.jit(functools.partial(sparse_attention, scale=0.3, backend=backend))
+    run = compiled(functools.partial(sparse_attention, scale=0.3, backend=backend), backend)
     sorted_rows = np.array([[2, 5, 9, 30, -1, -1, -1, -1]], np.int32)
     mixed = np.array([[-1, 30, 2, -7, 9, 5, 40, 2**31 - 1]], np.int32)
     assert error(run(q, k, v, mixed, start), run(q, k, v, sorted_rows, start)) <= TOLERANCE["out"][np.float32]

@@ -1,0 +1,138 @@
+"""Every op compiled to H200 machine code, once per choice of block sizes: it fits, and nothing spills."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compile_for_h200 import compile_for_h200
+from kernel_cases import BF16, F16, F32, SHAPES
+from machine_code import usage
+
+from pallas_kernels import attention_scores, cached_attention, row_selection, sparse_attention
+from pallas_kernels.attention_scores import blocks as scores_blocks
+from pallas_kernels.cached_attention import blocks as dense_blocks
+from pallas_kernels.cached_attention import triton as dense_triton
+from pallas_kernels.row_selection import blocks as selection_blocks
+from pallas_kernels.sparse_attention import blocks as sparse_blocks
+
+pytestmark = pytest.mark.gpu_compile
+
+REGISTER_FILE = 65536
+KV_HEADS = 4
+INT = jnp.int32
+
+
+def array(shape, dtype=INT):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def compile_op(function, *operands, **options):
+    return compile_for_h200(functools.partial(function, backend="pallas", **options), *operands)
+
+
+def one_per_cut(choose, *axes):
+    """The first shape of every choice of block sizes, head dim and dtype; how many splits there are changes no code,
+    but whether there are several does."""
+    found = {}
+    for shape in itertools.product(*axes):
+        blocks = choose(*shape)
+        cut = {**vars(blocks), "num_splits": min(getattr(blocks, "num_splits", 1), 2)}
+        found.setdefault((*cut.values(), *(x for x in shape if x in (*SHAPES["head_dim"], F32, BF16))), shape)
+    return list(found.values())
+
+
+def check(compiled, names, num_warps):
+    """No kernel of ours keeps anything on the stack, and two programs fit a multiprocessor."""
+    used = {name: use for name, use in usage(compiled).items() if name.split("__")[0] in names}
+    assert {name.split("__")[0] for name in used} == set(names)
+    for name, use in used.items():
+        assert use.stack == 0, (name, use.registers, use.stack)
+    main = used[names[0]]
+    assert main.registers <= min(255, REGISTER_FILE // (32 * num_warps)), main.registers
+
+
+def choose_dense(num_rows, group, head_dim, capacity, dtype):
+    return dense_blocks.choose_block_sizes(1, num_rows, KV_HEADS, group, capacity, head_dim, dtype)
+
+
+DENSE = one_per_cut(choose_dense, (1, 5, 7), (1, 7, 24), (64, 96, 256), (100, 4096), (BF16, F32))
+# Every cut with one kind of scores, in turn.
+DENSE = [(*shape, mode) for shape, mode in zip(DENSE, itertools.cycle((None, "weight", "logit")), strict=False)]
+DENSE.append((7, 8, 128, 4096, F16, "weight"))
+
+
+@pytest.mark.parametrize("case", DENSE, ids=str)
+def test_cached_attention(case):
+    num_rows, group, head_dim, capacity, dtype, mode = case
+    q = array((1, num_rows, KV_HEADS * group, head_dim), dtype)
+    kv = array((1, capacity, KV_HEADS, head_dim), dtype)
+
+    def call(q, k, v, start, scored, backend):
+        options = {"scored_rows": scored, "score_mode": mode} if mode else {}
+        return cached_attention(q, k, v, start, scale=0.1, backend=backend, **options)
+
+    blocks = choose_dense(*case[:5])
+    names = ["cached_attention", *(["cached_attention_merge"] if blocks.num_splits > 1 else [])]
+    names += ["cached_attention_scores"] if mode == "weight" else []
+    compiled = compile_op(call, q, kv, kv, array((1,)), array((1, 2)))
+    check(compiled, names, blocks.num_warps)
+
+
+def choose_sparse(num_rows, group, head_dim, listed, dtype):
+    return sparse_blocks.choose_block_sizes(1, num_rows, KV_HEADS, group, listed, 12, head_dim, dtype)
+
+
+SPARSE = one_per_cut(choose_sparse, (1, 5, 7), (1, 7, 24), (64, 128, 256), (20, 300, 2294), (BF16, F32))
+
+
+@pytest.mark.parametrize("case", SPARSE, ids=str)
+def test_sparse_attention(case):
+    num_rows, group, head_dim, listed, dtype = case
+    q = array((1, num_rows, KV_HEADS * group, head_dim), dtype)
+    kv = array((1, 4096, KV_HEADS, head_dim), dtype)
+
+    def call(q, k, v, rows, start, valid, backend):
+        return sparse_attention(q, k, v, rows, start, valid=valid, window=12, scale=0.1, backend=backend)
+
+    blocks = choose_sparse(*case)
+    names = ["sparse_attention", *(["sparse_attention_merge"] if blocks.num_splits > 1 else [])]
+    check(compile_op(call, q, kv, kv, array((1, listed)), array((1,)), array((1,))), names, blocks.num_warps)
+
+
+def choose_scores(head_dim, capacity, dtype):
+    return scores_blocks.choose_block_sizes(2, 2, capacity, head_dim, dtype)
+
+
+@pytest.mark.parametrize("case", one_per_cut(choose_scores, (64, 128, 256), (4096,), (BF16, F32)), ids=str)
+def test_attention_scores(case):
+    head_dim, capacity, dtype = case
+    q, k = array((2, 6, 12, head_dim), dtype), array((2, capacity, 2, head_dim), dtype)
+    compiled = compile_op(attention_scores, q, k, array((2, 6)), array((2,)), heads=(1, 4, 7), scale=0.1)
+    names = ["attention_scores", "attention_scores_lse", "attention_scores_sum"]
+    check(compiled, names, choose_scores(*case).num_warps)
+
+
+SELECTION = one_per_cut(
+    selection_blocks.choose_block_sizes, (1, 448), (63, 1000, 2000, 4096, 8192, 16384, 32768, 131072), (BF16, F32)
+)
+
+
+@pytest.mark.parametrize("case", SELECTION, ids=str)
+def test_row_selection(case):
+    num_rows, size, dtype = case
+    scores, ints = array((num_rows, size), dtype), array((num_rows,))
+    blocks = selection_blocks.choose_block_sizes(*case)
+    compiled = compile_op(row_selection, scores, ints, ints, width=max(1, size // 20))
+    names = ["row_selection"] if blocks.resident else ["row_selection", "row_selection_first", "row_selection_digit"]
+    check(compiled, names, blocks.num_warps)
+    assert " sort(" not in compiled.as_text()
+
+
+def test_too_much_shared_memory_fails():
+    blocks = dense_blocks.BlockSizes(64, 256, 2, num_warps=4, num_stages=4)
+    q, kv = array((1, 1, 64, 256), BF16), array((1, 4096, 1, 256), BF16)
+    call = functools.partial(dense_triton.cached_attention, scale=0.1, blocks=blocks)
+    with pytest.raises(Exception, match=r"(?i)shared memory"):
+        compile_for_h200(call, q, kv, kv, array((1,)))
