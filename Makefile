@@ -7,6 +7,8 @@ CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nu
 # the CUDA plugin that compiles kernels without a GPU complains about missing drivers unless told that it is not wanted
 export JAX_PLATFORMS ?= $(if $(CUDA),,cpu)
 # PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
+# a formatter's next release may format otherwise
+RUFF ?= ruff==0.17.6
 TORCH ?= torch==2.13.0
 DEMO := checkpoints/smollm2
 PROMPT ?= Explain in three sentences why the sky is blue.
@@ -57,5 +59,5 @@ $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet "ruff>=0.14"
+	$(BIN)/python -m pip install --quiet "$(RUFF)"
 	@touch $@
