@@ -21,7 +21,7 @@ RESIDENT = BlockSizes(True, 0, 0)
 # keys in 32 bits or packed by two, one or two bits of the threshold at a time, and how many scores a thread writes
 DESIGNS = (
     RESIDENT,
-    dataclasses.replace(RESIDENT, packed=True),
+    dataclasses.replace(RESIDENT, packed=2),
     dataclasses.replace(RESIDENT, bits_per_pass=2),
     BlockSizes(False, 4096, 4),
 )
@@ -130,10 +130,9 @@ def time_selection(run: Run, num_rows: int, size: int, count: int, dtype) -> Non
         sized(RESIDENT, size),
         sized(RESIDENT, size, 8 if size <= 16384 else 32),
         sized(dataclasses.replace(RESIDENT, per_thread=16), size),
-        sized(dataclasses.replace(RESIDENT, packed=True), size),
-        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=4), size),
-        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=4), size, 8 if size <= 16384 else 32),
-        sized(dataclasses.replace(RESIDENT, packed=True, per_thread=8), size, 8 if size <= 16384 else 32),
+        sized(dataclasses.replace(RESIDENT, packed=1), size, 8 if size <= 16384 else 32),
+        sized(dataclasses.replace(RESIDENT, packed=2), size, 8 if size <= 16384 else 32),
+        sized(dataclasses.replace(RESIDENT, packed=2, per_thread=4), size, 8 if size <= 16384 else 32),
         sized(DESIGNS[2], size),
         BlockSizes(False, 4096, 4),
         BlockSizes(False, 8192, 8),

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
+from pallas_kernels.tiling import ceil_div
 
 
 def _threshold(key: jax.Array, wanted: jax.Array, dtype: jnp.dtype, bits_per_pass: int) -> keys.Cut:
@@ -86,7 +87,7 @@ def write(
 def launch(
     kernel: Any, scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `kernel`, one program per row."""
+    """Runs `kernel`, a program for one row, or for as many as have their keys packed."""
     num_rows = scores.shape[0]
     return pl.pallas_call(
         functools.partial(kernel, blocks=blocks),
@@ -94,7 +95,7 @@ def launch(
             jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
         ),
-        grid=(num_rows,),
+        grid=(ceil_div(num_rows, max(1, blocks.packed)),),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
         interpret=interpret,
         name="row_selection",
