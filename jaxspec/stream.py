@@ -55,13 +55,15 @@ def stream(
         The others are those of `generate`.
 
     Raises:
-        ValueError: as `generate`, and for stop strings that are empty or without a tokenizer. Raised by this call,
-            not by the first `next`.
+        ValueError: as `generate`, for stop strings that are empty or without a tokenizer, and under jit. Raised by this
+            call, not by the first `next`.
     """
     stop = check_stop(stop, tokenizer)
     request = check_request(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, 0, draft_params
     )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, draft_params, request))):
+        raise ValueError("stream is driven from the host and cannot be traced; use generate under jit")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop) for _ in range(request.keys.shape[0])]
     timer = RoundTimer() if profile else None
     return _rounds(Models(model, params, draft_params), request, method, max_new_tokens, texts, timer)

@@ -127,7 +127,7 @@ class DecodeState:
     `length`. Shapes depend on the method's largest number of drafts, so a new plan reuses the state.
     """
 
-    tokens: Array  # int32 [B, max_new_tokens + g]: emitted tokens; the last g columns are scratch
+    tokens: Array  # int32 [B, max_new_tokens + g + 1]: emitted tokens; the last g + 1 columns are scratch
     num_tokens: Array  # int32 [B]: how many of them are valid
     length: Array  # int32 [B]
     last_token: Array  # int32 [B]
@@ -137,7 +137,7 @@ class DecodeState:
     keys: Array  # [B] PRNG keys, one per row
     round: Array  # int32 []
     stats: Stats
-    logprobs: Array | None  # float32 [B, max_new_tokens + g], when asked for
+    logprobs: Array | None  # float32 [B, max_new_tokens + g + 1], when asked for
 
 
 class Output(NamedTuple):

@@ -20,12 +20,14 @@ def shape(name: str, array: jax.Array, expected: Sequence[int | None], meaning: 
 
 
 def dtype(name: str, array: jax.Array, allowed: Sequence[jnp.dtype]) -> None:
+    """Checks that the dtype is one of `allowed`."""
     if array.dtype not in [jnp.dtype(d) for d in allowed]:
         names = ", ".join(jnp.dtype(d).name for d in allowed)
         raise ValueError(f"{name} has dtype {array.dtype}; allowed: {names}")
 
 
 def int32(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str) -> None:
+    """Checks an int32 array of the expected shape, see `shape`."""
     shape(name, array, expected, meaning)
     dtype(name, array, (jnp.int32,))
 
@@ -38,6 +40,7 @@ def attention_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def query_and_keys(q: jax.Array, k: jax.Array, q_meaning: str) -> None:
+    """Checks q [B,T,N,H] against k [B,S,K,H]: one float dtype, N a multiple of K."""
     shape("q", q, (None,) * 4, q_meaning)
     dtype("q", q, FLOATS)
     batch, _, heads, head_dim = q.shape

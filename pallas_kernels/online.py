@@ -24,6 +24,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def initial(rows: int, width: int) -> State:
+    """The state of `rows` queries that have seen no key, for values of `width` columns."""
     return (
         jnp.zeros((rows, width), jnp.float32),
         jnp.full((rows,), LOWEST, jnp.float32),

@@ -8,6 +8,7 @@ SHARED_MEMORY = 227 * 1024
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

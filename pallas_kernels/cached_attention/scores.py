@@ -60,9 +60,11 @@ class Request:
 
     @property
     def num_out(self) -> int:
+        """Rows of scores per batch row in the result."""
         return self.num_scored if self.per_row else 1
 
     def factor(self) -> int:
+        """What summed queries are divided by, so that the sum of many stays in range."""
         # A power of two is exact, and keeps a sum of many queries inside float16's range.
         return power_of_two(self.group * (1 if self.per_row else self.num_scored))
 

@@ -20,6 +20,7 @@ class Cut(NamedTuple):
 
 
 def key_bits(dtype: jnp.dtype) -> int:
+    """Bits that tell keys of this dtype apart."""
     return 8 * jnp.dtype(dtype).itemsize
 
 
@@ -49,6 +50,7 @@ def load(scores_ref: Any, row: jax.Array, index: jax.Array, length: jax.Array) -
 
 
 def count(condition: jax.Array) -> jax.Array:
+    """How many elements of `condition` hold, int32 []."""
     return jnp.sum(condition.astype(jnp.int32))
 
 

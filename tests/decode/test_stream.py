@@ -62,6 +62,11 @@ def run(tiny, **options):
     return list(stream(tiny.model, tiny.params, tiny.prompts, tiny.lengths, values.pop("key"), **values))
 
 
+def test_under_jit_raises(tiny):
+    with pytest.raises(ValueError, match="use generate under jit"):
+        jax.jit(lambda params: stream(tiny.model, params, [[1, 2]], [2], KEY, max_new_tokens=2))(tiny.params)
+
+
 def joined(chunks):
     """Tokens and text of each row over all chunks."""
     tokens = [[token for chunk in chunks for token in chunk.tokens[b]] for b in range(4)]
