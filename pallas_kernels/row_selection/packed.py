@@ -26,10 +26,15 @@ def _pack(
 ) -> jax.Array:
     """Words [P,tile/2] of part(key), from -2^15 to 2^15 - 1, of scores i and i + tile / 2 of rows [P]: both loads are
     contiguous."""
-    index = jnp.arange(tile // 2, dtype=jnp.int32)[None, :]
-    low = part(keys.load(scores_ref, row[:, None], index, length[:, None]))
-    high = part(keys.load(scores_ref, row[:, None], tile // 2 + index, length[:, None]))
-    return (high << 16) | (low & 0xFFFF)
+    lane = jnp.arange(tile // 2, dtype=jnp.int32)[None, :]
+
+    def add(step, word):
+        key = keys.load(scores_ref, row[:, None], step * (tile // 2) + lane, length[:, None])
+        return (word << 16) | (part(key) & 0xFFFF)
+
+    # A loop, so that the scores of one half have left the registers before those of the other come.
+    halves = jnp.where(jnp.max(length) > tile // 2, jnp.int32(2), jnp.int32(1))
+    return jax.lax.fori_loop(jnp.int32(0), halves, add, jnp.full((row.size, tile // 2), LOWEST & 0xFFFF, jnp.int32))
 
 
 def _search(word: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
