@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,cuda13)
 # the CUDA plugin that compiles kernels without a GPU complains about missing drivers unless told that it is not wanted
 export JAX_PLATFORMS ?= $(if $(CUDA),,cpu)
+# files of tests run side by side; on a GPU one after another, since each process would take its memory
+WORKERS ?= $(if $(CUDA),0,2)
 # PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
 # a formatter's next release may format otherwise
 RUFF ?= ruff==0.17.6
@@ -19,7 +21,7 @@ demo: $(DEMO)/report.json
 	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)"
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-weights: $(VENV)/test.stamp checkpoints/smollm2.gguf
 	JAXSPEC_WEIGHTS=$(CURDIR)/checkpoints $(BIN)/python -m pytest -m weights
