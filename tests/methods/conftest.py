@@ -2,7 +2,8 @@ import jax
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
+# per module: a folder without __init__.py is no package to pytest, and the setting would outlast it
+@pytest.fixture(autouse=True, scope="module")
 def quick_compiles():
     # these tests compile dozens of small programs and hardly run them
     before = jax.config.values["jax_disable_most_optimizations"]
