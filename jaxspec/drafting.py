@@ -1,7 +1,8 @@
 """Autoregressive drafting, with any step function."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,59 +22,82 @@ class ForcedDraws:
         self.tokens = tokens  # int32 [B, g]
         self.chance: Array | None = None  # float32 [B], of the draws so far; None: nothing was drawn
 
-    def draw(self, probs: Array, slot: int) -> Array:
-        """The prescribed token of a slot, int32 [B], drawn from probs [B, V]."""
-        token = self.tokens[:, slot]
-        chance = jnp.take_along_axis(probs, token[:, None], axis=1)[:, 0]
-        self.chance = chance if self.chance is None else self.chance * chance
-        return token
+
+class _Chain(NamedTuple):
+    """The carry of the loop over slots."""
+
+    slot: Array  # int32 []
+    carry: Any  # the caller's
+    token: Array  # int32 [B], fed to the next step
+    draft: Draft
+    going: Array  # bool [B], rows that `ends` has not stopped
 
 
 def draft_chain(
-    step: Callable[[Any, Array, int], tuple[Array, Any]],
+    step: Callable[[Any, Array, Array], tuple[Array, Any]],
     carry: Any,
     token: Array,
     num_draft: int,
     sampling: Sampling,
     keys: Array | ForcedDraws,
     *,
+    first: Callable[[Any, Array], tuple[Array, Any]] | None = None,
     ends: Callable[[Array], Array] | None = None,
 ) -> tuple[Draft, Any]:
-    """Drafts `num_draft` tokens one after another; the steps are unrolled.
+    """Drafts `num_draft` tokens one after another, in a loop: the program holds one step, however many there are.
 
     Args:
-        step: (carry, token int32 [B], slot) -> (logits float32 [B, V] of the next token, carry); slot is static.
+        step: (carry, token int32 [B], slot int32 []) -> (logits float32 [B, V] of the next token, carry).
         carry: any pytree, a cache as a rule.
         token: int32 [B], what the first step is fed.
         num_draft: static number of steps.
         sampling: the draft's.
         keys: [B] PRNG keys, or the outcomes of the draws.
-        ends: logits [B, V] -> bool [B], whether the draft ends with the token drawn from them. It sees distributions
-            only: dropping a token because of its own draw would bias what the accept rule emits.
+        first: (carry, token) -> (logits, carry), in place of the step of slot 0 where that one differs.
+        ends: logits [B, V] -> bool [B], whether the draft ends with the token drawn from them; the loop ends with its
+            last row. It sees distributions only: dropping a token because of its own draw would bias what the accept
+            rule emits.
 
     Returns:
         The draft, with the very probabilities its tokens were drawn from (None when greedy), and the last carry.
     """
-    count = jnp.zeros(token.shape, jnp.int32)
-    going = jnp.ones(token.shape, bool)
-    tokens, probs = [], []
-    for slot in range(num_draft):
-        logits, carry = step(carry, token, slot)
-        count += going
-        if ends is not None:
-            going &= ~ends(logits)
+    batch = token.shape[0]
+    draft = Draft(jnp.zeros((batch, num_draft), jnp.int32), jnp.zeros(batch, jnp.int32), None)
+    if not num_draft:
+        return draft, carry
+    if not sampling.greedy:
+        logits, _ = jax.eval_shape(first or partial(step, slot=0), carry, token)
+        draft = draft.replace(probs=jnp.zeros((batch, num_draft, logits.shape[1]), jnp.float32))
+
+    def add_token(chain: _Chain, logits: Array, carry: Any) -> _Chain:
+        draft, slot = chain.draft, chain.slot
         if sampling.greedy:
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
-            probs.append(to_probs(logits, sampling))
+            probs = to_probs(logits, sampling)
+            draft = draft.replace(probs=draft.probs.at[:, slot].set(probs))
             if isinstance(keys, ForcedDraws):
-                token = keys.draw(probs[-1], slot)
+                token = keys.tokens[:, slot]
             else:
-                token = sample(probs[-1], jax.vmap(jax.random.fold_in, (0, None))(keys, slot))
-        tokens.append(token)
-    if not tokens:
-        return Draft(jnp.zeros((token.shape[0], 0), jnp.int32), count, None), carry
-    return Draft(jnp.stack(tokens, axis=1), count, jnp.stack(probs, axis=1) if probs else None), carry
+                token = sample(probs, jax.vmap(jax.random.fold_in, (0, None))(keys, slot))
+        draft = draft.replace(tokens=draft.tokens.at[:, slot].set(token), count=draft.count + chain.going)
+        going = chain.going if ends is None else chain.going & ~ends(logits)
+        return _Chain(slot + 1, carry, token, draft, going)
+
+    def next_step(chain: _Chain) -> _Chain:
+        return add_token(chain, *step(chain.carry, chain.token, chain.slot))
+
+    chain = _Chain(jnp.int32(0), carry, token, draft, jnp.ones(batch, bool))
+    if first is not None:
+        chain = add_token(chain, *first(carry, token))
+    if ends is None or isinstance(keys, ForcedDraws):
+        chain = jax.lax.fori_loop(0 if first is None else 1, num_draft, lambda _, chain: next_step(chain), chain)
+    else:
+        chain = jax.lax.while_loop(lambda c: (c.slot < num_draft) & jnp.any(c.going), next_step, chain)
+    if isinstance(keys, ForcedDraws) and not sampling.greedy:
+        chances = jnp.take_along_axis(chain.draft.probs, keys.tokens[..., None], axis=2)[..., 0]
+        keys.chance = jnp.prod(chances, axis=1)
+    return chain.draft, chain.carry
 
 
 def self_draft(
@@ -82,6 +106,8 @@ def self_draft(
     num_draft: int,
     sampling: Sampling,
     keys: Array | ForcedDraws,
+    *,
+    ends: Callable[[Array], Array] | None = None,
     **options: Any,
 ) -> tuple[Draft, KVCache]:
     """Drafts with the target's own weights into the scratch rows behind `state.length`.
@@ -93,8 +119,8 @@ def self_draft(
         The others are those of `draft_chain`.
     """
 
-    def step(cache: KVCache, token: Array, slot: int) -> tuple[Array, KVCache]:
+    def step(cache: KVCache, token: Array, slot: Array) -> tuple[Array, KVCache]:
         out = forward(token[:, None], cache, state.length + slot, **options)
         return out.logits[:, 0], out.cache
 
-    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys)
+    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends)

@@ -62,17 +62,21 @@ class DraftModel(Method):
         emitted = jnp.take_along_axis(state.tokens, index, axis=1)[:, 0]
         previous = jnp.where(state.num_tokens >= 2, emitted, own.last_prompt_token)
 
-        def step(cache: KVCache, token: Array, slot: int) -> tuple[Array, KVCache]:
-            # rewriting the row before the last token's covers every case in which the draft model has not seen that
-            # token: after a round that accepted everything, and after rounds without drafts
-            tokens = jnp.stack([previous, token], axis=1) if slot == 0 else token[:, None]
-            start = jnp.maximum(state.length - 1, 0) if slot == 0 else state.length + slot
+        def forward(tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
             out = self.model.apply({"params": models.draft_params}, self._known(tokens), cache, start)
             logits = out.logits[:, -1, :vocab]
             padding = ((0, 0), (0, vocab - logits.shape[1]))
             return jnp.pad(logits, padding, constant_values=-jnp.inf), out.cache
 
-        draft, cache = draft_chain(step, own.cache, state.last_token, self.num_draft, sampling, keys)
+        def first(cache: KVCache, token: Array) -> tuple[Array, KVCache]:
+            # rewriting the row before the last token's covers every case in which the draft model has not seen that
+            # token: after a round that accepted everything, and after rounds without drafts
+            return forward(jnp.stack([previous, token], axis=1), cache, jnp.maximum(state.length - 1, 0))
+
+        def step(cache: KVCache, token: Array, slot: Array) -> tuple[Array, KVCache]:
+            return forward(token[:, None], cache, state.length + slot)
+
+        draft, cache = draft_chain(step, own.cache, state.last_token, self.num_draft, sampling, keys, first=first)
         return draft, state.cache, own.replace(cache=cache)
 
     def _known(self, tokens: Array) -> Array:

@@ -17,19 +17,21 @@ TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(5, 5)) * 2, jnp.float3
 
 
 def chain(sampling, keys, num_draft=4, token=(0, 3), **options):
-    def step(carry, token, slot):
-        return TABLE[token], (*carry, (token, slot))
+    """The draft, and what each step was fed: int32 [g, B], -1 where none ran."""
 
-    return draft_chain(step, (), jnp.array(token, jnp.int32), num_draft, sampling, keys, **options)
+    def step(fed, token, slot):
+        return TABLE[token], fed.at[slot].set(token)
+
+    fed = jnp.full((num_draft, len(token)), -1, jnp.int32)
+    return draft_chain(step, fed, jnp.array(token, jnp.int32), num_draft, sampling, keys, **options)
 
 
 def test_greedy_chain():
-    draft, carry = chain(Sampling(), jax.random.split(jax.random.key(0), 2))
+    draft, fed = chain(Sampling(), jax.random.split(jax.random.key(0), 2))
     assert draft.probs is None
     for b, token in enumerate((0, 3)):
         for i in range(4):
-            assert int(carry[i][0][b]) == token
-            assert carry[i][1] == i
+            assert int(fed[i, b]) == token
             token = int(np.argmax(TABLE[token]))
             assert int(draft.tokens[b, i]) == token
     assert draft.count.tolist() == [4, 4]
@@ -37,9 +39,9 @@ def test_greedy_chain():
 
 def test_sampled_chain_keeps_the_probabilities_it_drew_from():
     sampling = Sampling(0.8, top_k=3)
-    draft, carry = chain(sampling, jax.random.split(jax.random.key(1), 2))
+    draft, fed = chain(sampling, jax.random.split(jax.random.key(1), 2))
     for i in range(4):
-        logits = np.asarray(TABLE[carry[i][0]], np.float64) / 0.8
+        logits = np.asarray(TABLE[fed[i]], np.float64) / 0.8
         logits[logits < np.sort(logits, axis=1)[:, 2:3]] = -np.inf
         expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
         np.testing.assert_allclose(draft.probs[:, i], expected, atol=1e-6)
@@ -82,12 +84,35 @@ def test_the_token_that_an_early_stop_sees_is_still_used():
     assert len(set(draft.count.tolist())) > 1
 
 
+def test_the_loop_ends_with_its_last_row():
+    def ends(logits):
+        return logits[:, 0] == TABLE[start, 0]
+
+    start = int(np.argmax(TABLE[0]))
+    draft, fed = chain(Sampling(), jax.random.split(jax.random.key(0), 2), token=(0, start), ends=ends)
+    assert draft.count.tolist() == [2, 1]
+    assert (fed[:, 0] >= 0).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("num_draft", [1, 4])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+def test_a_first_step_of_its_own(sampling, num_draft):
+    def first(fed, token):
+        return TABLE[4 - token], fed.at[0].set(token)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    draft, fed = chain(sampling, keys, num_draft, first=first)
+    rest, _ = chain(sampling, keys, num_draft, token=(4, 1))
+    np.testing.assert_array_equal(draft.tokens, rest.tokens)
+    np.testing.assert_array_equal(fed[0], [0, 3])
+
+
 def test_no_drafts():
-    draft, carry = chain(Sampling(1.0), jax.random.split(jax.random.key(0), 2), num_draft=0)
+    draft, fed = chain(Sampling(1.0), jax.random.split(jax.random.key(0), 2), num_draft=0)
     assert draft.tokens.shape == (2, 0)
     assert draft.count.tolist() == [0, 0]
     assert draft.probs is None
-    assert carry == ()
+    assert fed.shape == (0, 2)
 
 
 def total_variation(case, sampling, rounds=1):
