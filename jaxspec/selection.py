@@ -68,3 +68,39 @@ def sink_and_recent_rows(length: Array, k: Array, sinks: int, width: int) -> Arr
     slot = jnp.arange(width, dtype=jnp.int32)
     rows = jnp.where(slot < sinks, slot, length[:, None] - k[:, None] + slot)
     return jnp.where(slot < k[:, None], rows, -1)[None]
+
+
+def protect(scores: Array, length: Array, sinks: int, window: int) -> Array:
+    """Puts the first `sinks` and the newest `window` of rows 0..length[b]-1 above all others: their scores become +inf.
+
+    Args:
+        scores: float32 [B, S].
+        length: int32 [B].
+        sinks: how many of the first rows.
+        window: how many of the newest rows.
+    """
+    row = jnp.arange(scores.shape[1])
+    length = length[:, None]
+    return jnp.where((row < length) & ((row < sinks) | (row >= length - window)), jnp.inf, scores)
+
+
+def promote(scores: Array, favoured: Array, length: Array, count: int, backend: str | None) -> Array:
+    """Gives the score +inf to the `count` rows that `favoured` ranks highest among those that lack it so far.
+
+    Rows that are promoted and rows that are protected end up level, so one top-k over the result takes both, without
+    duplicates, and fills what is left of the budget by `scores`: a hierarchical budget.
+
+    Args:
+        scores: float32 [B, S], as `protect` returns them.
+        favoured: float32 [B, S], the ranking that goes first.
+        length: int32 [B]; only rows below it count.
+        count: how many rows to promote, at least 1; all there are where fewer are left.
+        backend: see `pallas_kernels.dispatch`.
+    """
+    batch, capacity = scores.shape
+    there = jnp.arange(capacity) < length[:, None]
+    left = jnp.sum(there & (scores < jnp.inf), axis=1, dtype=jnp.int32)
+    candidates = jnp.where(scores < jnp.inf, favoured, -jnp.inf)
+    width = min(count, capacity)
+    rows, _ = row_selection(candidates, length, jnp.minimum(left, width), width=width, backend=backend)
+    return scores.at[jnp.arange(batch)[:, None], jnp.where(rows < 0, capacity, rows)].set(jnp.inf, mode="drop")

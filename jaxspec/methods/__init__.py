@@ -5,12 +5,25 @@ import pkgutil
 
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.draft_model import DraftModel
+from jaxspec.methods.dustin import Dustin
 from jaxspec.methods.plain import Plain
 from jaxspec.methods.quest import Quest
+from jaxspec.methods.self_dustin import SelfDustin
 from jaxspec.methods.streaming import Streaming
 from jaxspec.methods.vegas import Vegas
 
-__all__ = ["DraftModel", "Method", "Models", "Plain", "Quest", "Streaming", "Vegas", "find_methods"]
+__all__ = [
+    "DraftModel",
+    "Dustin",
+    "Method",
+    "Models",
+    "Plain",
+    "Quest",
+    "SelfDustin",
+    "Streaming",
+    "Vegas",
+    "find_methods",
+]
 
 
 def find_methods() -> dict[str, type[Method]]:

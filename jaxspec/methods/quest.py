@@ -48,7 +48,7 @@ class Quest(Method):
         return self.num_draft
 
     def init(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> tuple[PageBounds, ...]:
-        return tuple(_bounds(layer.k, self.page_size) for layer in out.cache)
+        return tuple(page_bounds(layer.k, self.page_size) for layer in out.cache)
 
     def draft(
         self, models: Models, state: DecodeState, sampling: Sampling, keys: Array
@@ -58,7 +58,7 @@ class Quest(Method):
         num_pages = state.length // size
         wanted = budget(self.rho, self.min_keep, state.length, state.length)
         select = partial(
-            _select,
+            select_pages,
             page_size=size,
             width=-(-buffer_width(self.rho, self.min_keep, capacity) // size),
             backend=models.target.backend,
@@ -82,20 +82,33 @@ class Quest(Method):
         length: Array,
     ) -> tuple[PageBounds, ...]:
         """Renews the bounds of the pages that the round's g + 1 rows can finish; unfinished pages are never read."""
-        size = self.page_size
-        total = out.cache[0].k.shape[1] // size
-        touched = min(self.num_draft // size + 1, total)
-        # starting earlier than the round's first page only renews finished pages with what they hold
-        first = jnp.minimum(length // size, total - touched)
-
-        def renew(bounds: PageBounds, keys: Array) -> PageBounds:
-            new = _bounds(_rows_from(keys, first * size, touched * size), size)
-            return PageBounds(*map(partial(_put_rows, start=first), bounds, new))
-
-        return tuple(renew(bounds, layer.k) for bounds, layer in zip(method_state, out.cache, strict=True))
+        return renew_bounds(method_state, out.cache, length, self.num_draft, self.page_size)
 
 
-def _bounds(keys: Array, size: int) -> PageBounds:
+def renew_bounds(
+    bounds: tuple[PageBounds, ...], cache: KVCache, length: Array, num_draft: int, size: int
+) -> tuple[PageBounds, ...]:
+    """The bounds after a round that wrote rows length..length + num_draft: those of the pages it can have finished.
+
+    Args:
+        bounds: of pages of `size` rows, per layer.
+        cache: after the round.
+        length: int32 [B], committed rows before it.
+    """
+    total = cache[0].k.shape[1] // size
+    touched = min(num_draft // size + 1, total)
+    # starting earlier than the round's first page only renews finished pages with what they hold
+    first = jnp.minimum(length // size, total - touched)
+
+    def renew(bounds: PageBounds, keys: Array) -> PageBounds:
+        new = page_bounds(_rows_from(keys, first * size, touched * size), size)
+        return PageBounds(*map(partial(_put_rows, start=first), bounds, new))
+
+    return tuple(renew(old, layer.k) for old, layer in zip(bounds, cache, strict=True))
+
+
+def page_bounds(keys: Array, size: int) -> PageBounds:
+    """The bounds of pages of `size` rows of keys [B, S, K, H]."""
     pages = keys.reshape(keys.shape[0], -1, size, *keys.shape[2:])
     return PageBounds(jnp.min(pages, axis=2), jnp.max(pages, axis=2))
 
@@ -108,7 +121,7 @@ def _put_rows(x: Array, rows: Array, start: Array) -> Array:
     return jax.vmap(lambda x, rows, start: jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0))(x, rows, start)
 
 
-def _select(
+def select_pages(
     layer: int,
     q: Array,
     cache: LayerCache,
@@ -119,14 +132,31 @@ def _select(
     width: int,
     backend: str | None,
 ) -> Array:
+    """A `KVSelector.select`: the rows of the most promising pages, int32 [B, width * page_size].
+
+    Its state holds the bounds per layer, and int32 [B] how many pages there are and how many are wanted.
+    """
     bounds, num_pages, wanted = state
-    low, high = bounds[layer]
-    batch, _, kv_heads, _ = low.shape
-    # the bound of a head is max(q, 0) . high + min(q, 0) . low, so a group's sum needs its summed halves only
-    grouped = q.astype(jnp.float32).reshape(batch, kv_heads, -1, q.shape[-1])
-    up, down = jnp.sum(jnp.maximum(grouped, 0), axis=2), jnp.sum(jnp.minimum(grouped, 0), axis=2)
-    promise = jnp.einsum("bkh,bpkh->bp", up, high.astype(jnp.float32), precision="highest")
-    promise += jnp.einsum("bkh,bpkh->bp", down, low.astype(jnp.float32), precision="highest")
+    promise = page_promise(q, bounds[layer])
     pages, _ = row_selection(promise, num_pages, wanted, width=min(width, promise.shape[1]), backend=backend)
     rows = pages[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
-    return jnp.where(pages[:, :, None] >= 0, rows, -1).reshape(batch, -1)
+    return jnp.where(pages[:, :, None] >= 0, rows, -1).reshape(pages.shape[0], -1)
+
+
+def page_promise(q: Array, bounds: PageBounds) -> Array:
+    """The largest logit that each page's key bounds allow, summed over heads and query rows (Quest, section 3.2).
+
+    Args:
+        q: [B, T, N, H].
+        bounds: [B, P, K, H] each.
+
+    Returns:
+        float32 [B, P], without the factor 1 / sqrt(H).
+    """
+    low, high = bounds
+    batch, _, kv_heads, head_dim = low.shape
+    # the bound of a head is max(q, 0) . high + min(q, 0) . low, so a group's sum needs its summed halves only
+    grouped = q.astype(jnp.float32).reshape(batch, q.shape[1], kv_heads, -1, head_dim)
+    up, down = jnp.sum(jnp.maximum(grouped, 0), axis=(1, 3)), jnp.sum(jnp.minimum(grouped, 0), axis=(1, 3))
+    promise = jnp.einsum("bkh,bpkh->bp", up, high.astype(jnp.float32), precision="highest")
+    return promise + jnp.einsum("bkh,bpkh->bp", down, low.astype(jnp.float32), precision="highest")

@@ -225,8 +225,8 @@ class Decoder(nn.Module):
             raise ValueError(f"need tokens [B, T] and {c.num_layers} layer caches, got {tokens.shape} and {len(cache)}")
         if collect.scored_rows is not None and selection is not None:
             raise ValueError("row scores need full attention: collect.scored_rows and selection exclude each other")
-        if layers is not None and (collect.scored_rows is not None or collect.queries):
-            raise ValueError("a layer mask excludes collecting scores or queries: skipped layers have none")
+        if layers is not None and collect.scored_rows is not None:
+            raise ValueError("a layer mask excludes collecting scores: skipped layers have none")
         # indexing a traced array past its end would take its last entry instead
         if layers is not None and not len(layers.attn) == len(layers.mlp) == c.num_layers:
             raise ValueError(f"a layer mask needs {c.num_layers} entries, got {len(layers.attn)} and {len(layers.mlp)}")
@@ -234,6 +234,8 @@ class Decoder(nn.Module):
             raise ValueError(f"selection.rows must be [{c.num_layers} or 1, B, M], got shape {selection.rows.shape}")
         if not set(collect.queries) <= set(range(c.num_layers)):
             raise ValueError(f"collect.queries must name layers 0..{c.num_layers - 1}, got {collect.queries}")
+        if layers is not None and not all(layers.attn[i] is True for i in collect.queries):
+            raise ValueError(f"collect.queries must name layers that a static mask runs, got {collect.queries}")
         start = jnp.broadcast_to(start, tokens.shape[:1])
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         context = (start, rope_tables(c.rope, c.head_dim, positions), selection, collect)

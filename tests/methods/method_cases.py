@@ -22,8 +22,12 @@ ROUND_LIMIT = 16  # max_new_tokens of `rounds_of`
 GREEDY = Sampling()
 
 # on prompts of a few dozen tokens the default budgets would keep every row
+SPARSE = {"num_draft": G, "budget": 12, "sinks": 2, "window": 3, "split": 3}
+SPARSE |= {"target_heads": ((0, (0, 3)),), "draft_heads": ((0, (1, 2)),)}
 OPTIONS = {
     "draft-model": {"num_draft": G},
+    "dustin": {**SPARSE, "sparse_drafts": "last"},
+    "self-dustin": {**SPARSE, "sparse_drafts": "recent"},
     "plain": {},
     "quest": {"num_draft": G, "rho": 0.1, "min_keep": 4, "page_size": 4},
     "streaming": {"num_draft": G, "rho": 0.1, "min_keep": 6},
@@ -136,7 +140,9 @@ def rounds_of(case, sampling=GREEDY, num_rounds=5):
     """Yields (state before, state after, draft, out, verdict, queries) of each round."""
     prompt, length = prompts()
     models, keys = case.models, jax.random.key(3)
-    request = check_request(models.target, prompt, length, keys, case.method, sampling, ROUND_LIMIT, (), 0, None)
+    request = check_request(
+        models.target, prompt, length, keys, case.method, sampling, ROUND_LIMIT, (), 0, case.models.draft_params
+    )
     state, _ = _prefill(models, request, case.method, ROUND_LIMIT)
     for _ in range(num_rounds):
         after, *rest = one_round(models, state, request, case.method, models.target.config.num_layers)

@@ -1,0 +1,1 @@
+"""Sparse verification: scores of a few heads, the rows they choose, and what stands around it."""
