@@ -3,14 +3,28 @@
 import dataclasses
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
-from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, Params, Verdict
+from jaxspec.types import (
+    Array,
+    Collect,
+    DecodeState,
+    Draft,
+    ForwardOut,
+    KVCache,
+    KVSelection,
+    KVSelector,
+    Params,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from jaxspec.replanning import Run
 
 
 def option(
@@ -99,6 +113,11 @@ class Method:
         empty = Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32), None)
         return empty, state.cache, state.method_state
 
+    def draft_selection(self, models: Models, state: DecodeState) -> KVSelection | KVSelector | None:
+        """The cache rows that this round's drafts attend to, for methods that draft with the target's own weights over
+        a selection; None for all others. Methods that skip layers as well draft over the same rows."""
+        return None
+
     def verify_collect(self, draft: Draft) -> Collect:
         """What verification hands to `observe`; query row i predicts the token after i accepted ones."""
         return Collect()
@@ -113,6 +132,28 @@ class Method:
     ) -> Any:
         """The method state after a round; `length` int32 [B] is the committed length before it."""
         return method_state
+
+    @property
+    def segment_rounds(self) -> int:
+        """Rounds between two calls of `replan`; 0 means that it is never called and a run is one program."""
+        return 0
+
+    def replan(self, run: "Run") -> "tuple[Method, DecodeState]":
+        """The method that drafts from here on, and the state it goes on with. Runs on the host, before the first round
+        and after every segment, always on the method that the caller gave; the result's own `replan` is not called.
+
+        State shapes may depend on `max_draft`, which stays: a draft may have fewer columns. A method must not change
+        the distribution of the output, whatever it returns.
+        """
+        return self, run.state
+
+    def as_one_program(self) -> "Method":
+        """The method for a run under the caller's own jit, where nothing can be replanned.
+
+        Raises:
+            ValueError: it needs the host.
+        """
+        return self
 
 
 def _check_field(method: Method, field: dataclasses.Field) -> None:

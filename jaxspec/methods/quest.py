@@ -54,6 +54,11 @@ class Quest(Method):
         self, models: Models, state: DecodeState, sampling: Sampling, keys: Array
     ) -> tuple[Draft, KVCache, tuple[PageBounds, ...]]:
         sampling = sampling if self.draft_sampling is None else self.draft_sampling
+        selection = self.draft_selection(models, state)
+        draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selection)
+        return draft, cache, state.method_state
+
+    def draft_selection(self, models: Models, state: DecodeState) -> KVSelector:
         size, capacity = self.page_size, state.cache[0].k.shape[1]
         num_pages = state.length // size
         wanted = budget(self.rho, self.min_keep, state.length, state.length)
@@ -63,14 +68,12 @@ class Quest(Method):
             width=-(-buffer_width(self.rho, self.min_keep, capacity) // size),
             backend=models.target.backend,
         )
-        selector = KVSelector(
+        return KVSelector(
             state=(state.method_state, num_pages, -(-wanted // size)),
             valid=num_pages * size,
             select=select,
             window=size - 1 + max(self.num_draft, 1),
         )
-        draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selector)
-        return draft, cache, state.method_state
 
     def observe(
         self,

@@ -32,10 +32,13 @@ class Streaming(Method):
         self, models: Models, state: DecodeState, sampling: Sampling, keys: Array
     ) -> tuple[Draft, KVCache, tuple]:
         sampling = sampling if self.draft_sampling is None else self.draft_sampling
+        selection = self.draft_selection(models, state)
+        draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selection)
+        return draft, cache, ()
+
+    def draft_selection(self, models: Models, state: DecodeState) -> KVSelection:
         capacity = state.cache[0].k.shape[1]
         k = budget(self.rho, self.min_keep, state.length, state.length)
         width = buffer_width(self.rho, self.min_keep, capacity)
         rows = sink_and_recent_rows(state.length, k, self.sinks, width)
-        selection = KVSelection(rows=rows, valid=state.length, window=max(self.num_draft, 1))
-        draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selection)
-        return draft, cache, ()
+        return KVSelection(rows=rows, valid=state.length, window=max(self.num_draft, 1))

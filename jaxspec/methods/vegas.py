@@ -45,9 +45,12 @@ class Vegas(Method):
         self, models: Models, state: DecodeState, sampling: Sampling, keys: Array
     ) -> tuple[Draft, KVCache, KVSelection]:
         sampling = sampling if self.draft_sampling is None else self.draft_sampling
-        selection = state.method_state
+        selection = self.draft_selection(models, state)
         draft, cache = self_draft(models.forward, state, self.num_draft, sampling, keys, selection=selection)
         return draft, cache, selection
+
+    def draft_selection(self, models: Models, state: DecodeState) -> KVSelection:
+        return state.method_state
 
     def verify_collect(self, draft: Draft) -> Collect:
         if self.collect == "two":

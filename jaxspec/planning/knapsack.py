@@ -1,0 +1,246 @@
+"""The knapsack over sublayers: which of them a draft may skip (KnapSpec, arXiv 2602.20217, algorithm 1).
+
+Items are the 2L sublayers in order (or the L blocks). The dynamic program keeps, per total skipped weight j, one residual
+stream of r reference tokens: the one most similar to the full model's. All of them advance through an item in one
+batched forward, as branches that share the sequence's prefix in the cache.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.methods.base import Models
+from jaxspec.models.decoder import Attention, Block, RMSNorm
+from jaxspec.models.rope import rope_tables
+from jaxspec.types import Array, KVCache, LayerCache
+from pallas_kernels import rope_and_cache
+
+CHUNK = 1024  # prefix rows per step of the branches' attention
+HEAD_CELLS = 8  # cells per step of the output head
+
+
+class Frontier(NamedTuple):
+    """What the dynamic program leaves: C cells, cell j with skipped weight j. Cell 0 is the full model."""
+
+    alive: Array  # bool [C]
+    attn: Array  # bool [C, L]: sublayers that run
+    mlp: Array  # bool [C, L]
+    similarity: Array  # float32 [C]: mean cosine with the full model's last hidden state
+    hits: Array  # int32 [C]: reference tokens after which the two agree on the next
+    count: Array  # int32 []: reference tokens
+    states: Array  # [B, C, r, D]: the residual streams after the last layer
+
+
+def knapsack(
+    models: Models,
+    cache: KVCache,
+    tokens: Array,
+    start: Array,
+    valid: Array,
+    weights: Array,
+    limit: Array,
+    *,
+    cells: int,
+    max_weight: int,
+    tau: float,
+    blocks: bool = False,
+) -> Frontier:
+    """Runs the dynamic program on reference tokens whose prefix is in the cache; the cache is only read.
+
+    The first and the last block always run. A cell whose mean cosine with the full model's hidden state falls below
+    `tau` at any depth is dropped.
+
+    Args:
+        models: the target.
+        cache: [B', S, K, H] per layer, B' >= B; of each sequence rows 0..start-1 are read.
+        tokens: int32 [B, r], reference tokens at positions start..start+r-1.
+        start: int32 [B].
+        valid: bool [B, r]: which of them count; those before a counted one must count too.
+        weights: int32 [2], of an attention and an MLP sublayer, 1..max_weight each; with `blocks` of a block, twice.
+        limit: int32 [], the most skipped weight, at most cells - 1.
+        cells: static, C.
+        max_weight: static bound of the weights.
+        tau: the least similarity.
+        blocks: whole blocks are the items, which makes this CLaSp's program (arXiv 2505.24196).
+    """
+    config = models.target.config
+    branches = _Branches(models, cache, start, tokens.shape[1])
+    state = models.params["embedding"][tokens][:, None]
+    masks = jnp.ones((1, config.num_layers, 2), bool)
+    alive, score = jnp.ones(1, bool), jnp.ones(1, jnp.float32)
+    for layer in range(config.num_layers):
+        skippable = 0 < layer < config.num_layers - 1
+        for kinds in ((0, 1),) if blocks else ((0,), (1,)):
+            executed = state
+            for kind in kinds:
+                executed = branches.mlp(layer, executed) if kind else branches.attend(layer, executed)
+            run_score = _similarity(executed, executed[:, :1], valid)
+            if not skippable:
+                state, score = executed, run_score
+                alive &= score >= tau
+                continue
+            width = state.shape[1]
+            cell = jnp.arange(min(cells, width + max_weight))
+            source = cell - weights[kinds[0]]
+            old, same = jnp.clip(source, 0, width - 1), jnp.minimum(cell, width - 1)
+            can_skip = (source >= 0) & (source < width) & alive[old] & (cell <= limit)
+            can_run = (cell < width) & alive[same]
+            skip_score = jnp.where(can_skip, _similarity(state, executed[:, :1], valid)[old], -jnp.inf)
+            run_score = jnp.where(can_run, run_score[same], -jnp.inf)
+            skip = skip_score > run_score
+            state = jnp.where(skip[None, :, None, None], state[:, old], executed[:, same])
+            masks = jnp.where(skip[:, None, None], masks[old], masks[same])
+            masks = masks.at[:, layer, jnp.array(kinds)].set(~skip[:, None])
+            score = jnp.maximum(skip_score, run_score)
+            alive = score >= tau
+    missing = cells - state.shape[1]
+    state = jnp.pad(state, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    masks = jnp.pad(masks, ((0, missing), (0, 0), (0, 0)), constant_values=True)
+    alive, score = jnp.pad(alive, (0, missing)), jnp.pad(score, (0, missing))
+    top = _top_tokens(models, state)
+    hits = jnp.sum((top == top[:, :1]) & valid[:, None], axis=(0, 2), dtype=jnp.int32)
+    return Frontier(alive, masks[..., 0], masks[..., 1], score, hits, jnp.sum(valid, dtype=jnp.int32), state)
+
+
+def reference_tokens(
+    prompt: Array, prompt_length: Array, emitted: Array, length: Array, count: int
+) -> tuple[Array, Array, Array]:
+    """The last committed tokens of the first rows of a batch, `count` of them in all.
+
+    Args:
+        prompt: int32 [B', P].
+        prompt_length: int32 [B'].
+        emitted: int32 [B', W], tokens after the prompts.
+        length: int32 [B'], how many tokens of prompt and `emitted` have their K/V in the cache, at least 1.
+        count: static; each of the first B = min(B', count) rows gives r = count // B tokens.
+
+    Returns:
+        tokens int32 [B, r], start int32 [B], the first one's position, and valid bool [B, r]: shorter rows give less.
+    """
+    batch = min(prompt.shape[0], count)
+    r = count // batch
+    prompt_length, length = prompt_length[:batch, None], length[:batch, None]
+    start = jnp.maximum(length - r, 0)
+    position = start + jnp.arange(r, dtype=jnp.int32)
+    before = jnp.take_along_axis(prompt[:batch], jnp.minimum(position, prompt.shape[1] - 1), axis=1)
+    after = jnp.clip(position - prompt_length, 0, emitted.shape[1] - 1)
+    after = jnp.take_along_axis(emitted[:batch], after, axis=1)
+    return jnp.where(position < prompt_length, before, after), start[:, 0], position < length
+
+
+class _Branches:
+    """Sublayers over residual streams [B, C, r, D] that share each sequence's prefix."""
+
+    def __init__(self, models: Models, cache: KVCache, start: Array, num_tokens: int) -> None:
+        self._target, self._params, self._cache, self._start = models.target, models.params, cache, start
+        config = models.target.config
+        positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        self._rope = rope_tables(config.rope, config.head_dim, positions)
+
+    def attend(self, layer: int, x: Array) -> Array:
+        target, params = self._target, self._params[f"layers_{layer}"]
+        norm = RMSNorm(target.config.hidden_size, target.config.rms_norm_eps, target.backend)
+        flat = x.reshape(x.shape[0], -1, x.shape[-1])
+        _, normed = norm.apply({"params": params["attention_norm"]}, flat)
+        # each branch sits at the same positions, in cache rows of its own
+        rope = tuple(jnp.tile(table, (1, x.shape[1], 1)) for table in self._rope)
+        attention = _BranchAttention(target.config, layer, target.backend)
+        update = attention.apply(
+            {"params": params["attention"]}, normed, self._cache[layer], self._start, rope, x.shape
+        )
+        return x + update.reshape(x.shape)
+
+    def mlp(self, layer: int, x: Array) -> Array:
+        target = self._target
+        block = Block(target.config, layer, target.backend)
+        flat = x.reshape(x.shape[0], -1, x.shape[-1])
+        params = {"params": self._params[f"layers_{layer}"]}
+        flat, update = block.apply(params, flat, None, method="feed_forward")
+        return (flat + update).reshape(x.shape)
+
+
+class _BranchAttention(Attention):
+    """Attention of C branches of r tokens each: to the prefix they share and, causally, to their own tokens."""
+
+    def __call__(
+        self, x: Array, prefix: LayerCache, start: Array, rope: tuple[Array, Array], shape: tuple[int, ...]
+    ) -> Array:
+        c = self.config
+        batch, cells, r, _ = shape
+        own = jnp.zeros((batch, cells * r, c.num_kv_heads, c.head_dim), x.dtype)
+        q, k, v = rope_and_cache(
+            self.qkv(x, add_bias=False),
+            own,
+            own,
+            *rope,
+            jnp.zeros(batch, jnp.int32),
+            bias=self.qkv.bias if c.qkv_bias else None,
+            q_scale=self.q_norm.scale if c.qk_norm else None,
+            k_scale=self.k_norm.scale if c.qk_norm else None,
+            eps=c.rms_norm_eps,
+            backend=self.backend,
+        )
+        q = q.reshape(batch, cells, r, c.num_kv_heads, c.group_size, c.head_dim).transpose(0, 3, 1, 4, 2, 5)
+        k, v = (t.reshape(batch, cells, r, c.num_kv_heads, c.head_dim).transpose(0, 3, 1, 2, 4) for t in (k, v))
+        out = _attend(q, k, v, prefix, start, c.head_dim**-0.5)
+        return self.out(out.transpose(0, 2, 4, 1, 3, 5).reshape(batch, cells * r, c.num_heads, c.head_dim))
+
+
+def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, start: Array, scale: float) -> Array:
+    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and prefix rows 0..start-1 [B',S,K,H], by a running softmax."""
+    batch, kv_heads, cells, group, r, head_dim = q.shape
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    options = {"preferred_element_type": jnp.float32, "precision": precision}
+    logits = jnp.einsum("bkcgrh,bkcsh->bkcgrs", q, k, **options) * scale
+    logits = jnp.where(jnp.tril(jnp.ones((r, r), bool)), logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    acc = jnp.einsum("bkcgrs,bkcsh->bkcgrh", weights.astype(v.dtype), v, **options)
+    flat = q.reshape(batch, kv_heads, -1, head_dim)
+    size = min(CHUNK, prefix.k.shape[1])
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry
+        # the last chunk is moved back into the cache; rows that it shares with the one before are masked
+        first = jnp.minimum(i * size, prefix.k.shape[1] - size)
+        k, v = (jax.lax.dynamic_slice(t, (0, first, 0, 0), (batch, size, *t.shape[2:])) for t in prefix)
+        row = first + jnp.arange(size)
+        seen = (row >= i * size) & (row < start[:, None])
+        # scratch rows may hold anything, and 0 * NaN is NaN
+        v = jnp.where(seen[:, :, None, None], v, 0)
+        logits = jnp.einsum("bkqh,bskh->bkqs", flat, k, **options) * scale
+        logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(logits - new_top), jnp.exp(top - new_top)
+        acc = acc * kept + jnp.einsum("bkqs,bskh->bkqh", weights.astype(v.dtype), v, **options)
+        return new_top, total * kept + jnp.sum(weights, axis=-1, keepdims=True), acc
+
+    carry = tuple(t.reshape(batch, kv_heads, -1, t.shape[-1]) for t in (top, total, acc))
+    num_chunks = -(-jnp.max(start) // size)
+    _, total, acc = jax.lax.fori_loop(0, num_chunks, step, carry)
+    return (acc / total).astype(q.dtype).reshape(q.shape)
+
+
+def _similarity(x: Array, reference: Array, valid: Array) -> Array:
+    """float32 [C]: mean cosine of x [B, C, r, D] with the reference [B, 1, r, D] over the valid tokens."""
+    x, reference = x.astype(jnp.float32), reference.astype(jnp.float32)
+    dot = jnp.sum(x * reference, axis=-1)
+    norms = jnp.sum(x * x, axis=-1) * jnp.sum(reference * reference, axis=-1)
+    cosine = dot * jax.lax.rsqrt(jnp.maximum(norms, 1e-30))
+    return jnp.sum(jnp.where(valid[:, None], cosine, 0), axis=(0, 2)) / jnp.sum(valid)
+
+
+def _top_tokens(models: Models, states: Array) -> Array:
+    """int32 [B, C, r]: the likeliest next token of every state; a few cells at a time, as logits are large."""
+    batch, cells, r, width = states.shape
+    groups = -(-cells // HEAD_CELLS)
+    padded = jnp.pad(states, ((0, 0), (0, groups * HEAD_CELLS - cells), (0, 0), (0, 0)))
+    padded = jnp.moveaxis(padded.reshape(batch, groups, HEAD_CELLS * r, width), 1, 0)
+
+    def top(x: Array) -> Array:
+        return jnp.argmax(models.target.apply({"params": models.params}, x, method="logits"), axis=-1)
+
+    tokens = jnp.moveaxis(jax.lax.map(top, padded), 0, 1).astype(jnp.int32)
+    return tokens.reshape(batch, -1, r)[:, :cells]

@@ -1,0 +1,188 @@
+"""What decoding steps cost on one device, as a function of the context length (KnapSpec, arXiv 2602.20217, section 4)."""
+
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+
+class Line(NamedTuple):
+    """slope * n + intercept."""
+
+    slope: float  # seconds per cached row
+    intercept: float  # seconds
+
+    def at(self, n: Any) -> Any:
+        """Seconds at context length n, a number or an array."""
+        return self.slope * n + self.intercept
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    """Seconds of a model's parts at one batch size and dtype on one device. Hashable, so that a method may hold it.
+
+    `attention` is t_attn(n) = c2 n + c3 of the paper and `mlp` its t_mlp, both of one layer with one query row per
+    sequence. The published model ends there; `head` (embedding, final norm and output head), verification at `rows`
+    query rows and `overhead` (accepting, bookkeeping) are what it leaves out. Verification with fewer rows is
+    interpolated. `selected` is attention to the rows that a selection keeps, and `scoring` what scoring and selecting
+    them adds to verification, per layer; None where no selection was measured.
+    """
+
+    num_layers: int
+    batch: int
+    rows: int
+    attention: Line
+    mlp: float
+    head: float
+    verify_attention: Line
+    verify_mlp: float
+    verify_head: float
+    overhead: float
+    selected: Line | None = None
+    scoring: Line | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that no measurement gives."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("num_layers", "batch", "rows"):
+                least = 2 if field.name == "rows" else 1
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                    raise ValueError(f"latency profile: {field.name} must be an integer >= {least}, got {value!r}")
+            elif field.name in ("attention", "verify_attention", "selected", "scoring"):
+                if value is None and field.name in ("selected", "scoring"):
+                    continue
+                if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_seconds, value)):
+                    raise ValueError(
+                        f"latency profile: {field.name} must be (seconds per row, seconds), both finite and >= 0, "
+                        f"got {value!r}"
+                    )
+                object.__setattr__(self, field.name, Line(*map(float, value)))
+            elif not _is_seconds(value):
+                raise ValueError(f"latency profile: {field.name} must be finite seconds >= 0, got {value!r}")
+        if self.mlp + self.attention.at(1) <= 0 or self.verify_mlp + self.verify_attention.at(1) <= 0:
+            raise ValueError("latency profile: a layer must take time, got 0 seconds for attention and MLP")
+
+    def draft_attention(self, n: Any, sparse: bool) -> Any:
+        """Seconds of one attention sublayer of a draft step at context length n, over all rows or selected ones.
+
+        Raises:
+            ValueError: sparse attention was not measured.
+        """
+        if sparse and self.selected is None:
+            raise ValueError("the latency profile has no figures of a selection: measure it with the same selection")
+        return self.selected.at(n) if sparse else self.attention.at(n)
+
+    def draft_step(self, num_attention: Any, num_mlp: Any, n: Any, sparse: bool = False) -> Any:
+        """Seconds of one draft step that runs so many sublayers of each kind at context length n."""
+        return num_attention * self.draft_attention(n, sparse) + num_mlp * self.mlp + self.head
+
+    def verify(self, num_draft: Any, n: Any, scored: bool = False) -> Any:
+        """Seconds of verifying `num_draft` drafts, num_draft + 1 query rows, at context length n."""
+        one = self.num_layers * (self.attention.at(n) + self.mlp) + self.head
+        most = self.num_layers * (self.verify_attention.at(n) + self.verify_mlp) + self.verify_head
+        scoring = self.num_layers * self.scoring.at(n) if scored and self.scoring is not None else 0.0
+        return one + (most - one) * num_draft / (self.rows - 1) + scoring
+
+    def round(self, num_attention: Any, num_mlp: Any, num_draft: Any, n: Any, sparse: bool = False) -> Any:
+        """Seconds of a whole round at context length n; with no drafts, of a plain step."""
+        drafts = num_draft * self.draft_step(num_attention, num_mlp, n, sparse)
+        return drafts + self.verify(num_draft, n, sparse) + self.overhead
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[Line, float]:
+    """The least-squares line through measured times, and its largest relative error at those points.
+
+    Neither slope nor intercept comes out below 0: where noise would have it so, the other one is fitted alone.
+
+    Args:
+        lengths: context lengths, at least one.
+        seconds: as many times.
+    """
+    n, t = np.asarray(lengths, np.float64), np.asarray(seconds, np.float64)
+    if len(set(n.tolist())) < 2:
+        slope, intercept = 0.0, float(np.mean(t))
+    else:
+        slope, intercept = np.polyfit(n, t, 1)
+    if slope < 0:
+        slope, intercept = 0.0, float(np.mean(t))
+    elif intercept < 0:
+        slope, intercept = float(np.sum(n * t) / np.sum(n * n)), 0.0
+    line = Line(float(slope), float(intercept))
+    error = float(np.max(np.abs(line.at(n) - t) / np.maximum(t, 1e-12)))
+    return line, error
+
+
+def expected_tokens(alpha: Any, num_draft: Any) -> Any:
+    """Mean tokens per round: (1 - alpha^(g+1)) / (1 - alpha), and g + 1 at alpha = 1 (Leviathan et al., eq. 1).
+
+    Written as the sum of alpha^i over i = 0..g where the fraction loses its digits.
+
+    Args:
+        alpha: chance that a draft token is accepted, in 0..1; a number or an array.
+        num_draft: g, of a shape that broadcasts with alpha's.
+    """
+    xp = np if isinstance(alpha, float | int | np.ndarray | np.generic) else jnp
+    rest = 1 - alpha
+    near = rest < 1e-3
+    fraction = (1 - alpha ** (num_draft + 1)) / xp.where(near, 1, rest)
+    series = (num_draft + 1) * (1 - rest * num_draft / 2 + rest * rest * num_draft * (num_draft - 1) / 6)
+    return xp.where(near, series, fraction)
+
+
+def save_profile(path: str | os.PathLike[str], profile: LatencyProfile, details: dict[str, Any]) -> None:
+    """Writes a profile as JSON; an old file at `path` is replaced in one step or stays.
+
+    Args:
+        path: the file; its directory must exist.
+        profile: the figures.
+        details: device, versions, shapes, raw measurements: kept beside them.
+    """
+    path = Path(path)
+    record = {"schema_version": SCHEMA_VERSION, **details, "profile": profile.as_dict()}
+    staging = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        staging.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
+    """Reads what `save_profile` or `jaxspec profile --out` wrote.
+
+    Raises:
+        ValueError: the file is not such a profile, and what is wrong with it.
+        OSError: it cannot be read.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{path}: not a latency profile of schema version {SCHEMA_VERSION}")
+    values = record.get("profile")
+    names = {field.name for field in dataclasses.fields(LatencyProfile)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise ValueError(f"{path}: a profile must have the fields {', '.join(sorted(names))}")
+    try:
+        return LatencyProfile(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value)) and value >= 0

@@ -1,0 +1,239 @@
+"""Choosing a plan: which sublayers a draft skips and how many tokens it drafts (KnapSpec, arXiv 2602.20217)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.methods.base import Models
+from jaxspec.planning.knapsack import Frontier, knapsack, reference_tokens
+from jaxspec.planning.latency import LatencyProfile, expected_tokens
+from jaxspec.types import Array, KVCache, LayerMask
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sublayers that drafts run (True) and how many tokens a round drafts. Hashable."""
+
+    attn: tuple[bool, ...]  # [L]
+    mlp: tuple[bool, ...]  # [L]
+    num_draft: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for masks that are not equally long or not of booleans, and for a wrong `num_draft`."""
+        for name in ("attn", "mlp"):
+            values = getattr(self, name)
+            if not isinstance(values, Sequence | np.ndarray) or not all(isinstance(x, bool | np.bool_) for x in values):
+                raise ValueError(f"plan: {name} must be booleans, one per layer, got {values!r}")
+            object.__setattr__(self, name, tuple(map(bool, values)))
+        if not self.attn or len(self.attn) != len(self.mlp):
+            raise ValueError(f"plan: attn and mlp must have one entry per layer, got {len(self.attn)}, {len(self.mlp)}")
+        if isinstance(self.num_draft, bool) or not isinstance(self.num_draft, int | np.integer) or self.num_draft < 0:
+            raise ValueError(f"plan: num_draft must be an integer >= 0, got {self.num_draft!r}")
+        object.__setattr__(self, "num_draft", int(self.num_draft))
+
+    @property
+    def layers(self) -> LayerMask:
+        """The mask for `Decoder.__call__`, static."""
+        return LayerMask(attn=self.attn, mlp=self.mlp)
+
+    @property
+    def num_attention(self) -> int:
+        """Attention sublayers that run."""
+        return sum(self.attn)
+
+    @property
+    def num_mlp(self) -> int:
+        """MLP sublayers that run."""
+        return sum(self.mlp)
+
+    def __str__(self) -> str:
+        total = len(self.attn)
+        return f"{self.num_draft} drafts, attention {self.num_attention}/{total}, MLP {self.num_mlp}/{total}"
+
+
+@dataclass(frozen=True)
+class PlannerOptions:
+    """How the planner searches; `KnapSpec` documents the meaning and checks the values."""
+
+    max_draft: int = 10
+    tau: float = 0.5
+    clip: int = 5
+    max_cells: int = 64
+    max_skipped: float = 0.5
+    reference_tokens: int = 32
+    items: str = "sublayers"  # or "blocks"
+    value: str = "tpt"  # or "tpl"
+    alpha: str = "smoothed"  # or "raw"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cell of the frontier with its best number of drafts."""
+
+    plan: Plan
+    weight: int  # total skipped weight
+    similarity: float  # mean cosine with the full model's last hidden state
+    alpha: float  # predicted chance that a draft token is accepted
+    tokens_per_second: float  # predicted, per sequence
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `plan` found."""
+
+    plan: Plan
+    alpha: float
+    tokens_per_second: float  # TPT: predicted tokens per second and sequence
+    plain_tokens_per_second: float  # without drafts
+    weights: tuple[int, int]  # of an attention and an MLP sublayer
+    frontier: tuple[Candidate, ...]  # by skipped weight; the first one skips nothing
+
+
+class Search(NamedTuple):
+    """`plan` on the device: the frontier with its predicted values."""
+
+    frontier: Frontier
+    weights: Array  # int32 [2]
+    alpha: Array  # float32 [C]
+    value: Array  # float32 [C, max_draft + 1]: what is maximised; -inf for dropped cells
+    rate: Array  # float32 [C, max_draft + 1]: tokens per second and sequence
+    cell: Array  # int32 []: the best one
+    num_draft: Array  # int32 []
+
+
+def plan(
+    models: Models,
+    cache: KVCache,
+    prompt: Array,
+    prompt_length: Array,
+    emitted: Array,
+    length: Array,
+    profile: LatencyProfile,
+    options: PlannerOptions = PlannerOptions(),
+    *,
+    sparse: bool = False,
+) -> Planned:
+    """The draft that promises the most tokens per second after the tokens committed so far.
+
+    "Skip nothing" and "do not speculate" are among the candidates, so the prediction never falls below plain decoding.
+
+    Args:
+        models: the target.
+        cache: [B, S, K, H] per layer; rows 0..length-1 are the committed tokens'. It is only read.
+        prompt: int32 [B, P].
+        prompt_length: int32 [B].
+        emitted: int32 [B, W], the tokens after the prompts.
+        length: int32 [B], at least 1.
+        profile: measured latencies.
+        options: how to search.
+        sparse: drafts attend to selected rows, at the cost that `profile.selected` states.
+
+    Raises:
+        ValueError: the profile is that of a model with another number of layers, or lacks what `sparse` needs.
+    """
+    search = search_plan(models, cache, prompt, prompt_length, emitted, length, profile, options, sparse)
+    return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
+
+
+@partial(jax.jit, static_argnums=(6, 7, 8))
+def search_plan(
+    models: Models,
+    cache: KVCache,
+    prompt: Array,
+    prompt_length: Array,
+    emitted: Array,
+    length: Array,
+    profile: LatencyProfile,
+    options: PlannerOptions,
+    sparse: bool,
+) -> Search:
+    """`plan` as one program, which may be part of a larger one; the arguments are those of `plan`."""
+    num_layers = models.target.config.num_layers
+    if profile.num_layers != num_layers:
+        raise ValueError(f"the latency profile is of a model with {profile.num_layers} layers, this one: {num_layers}")
+    tokens, start, valid = reference_tokens(prompt, prompt_length, emitted, length, options.reference_tokens)
+    n = jnp.mean(length.astype(jnp.float32))
+    blocks = options.items == "blocks"
+    most = 1 if blocks else largest_weight(num_layers, options)
+    weights = jnp.ones(2, jnp.int32) if blocks else sublayer_weights(profile, n, most, sparse)
+    total = num_layers * (1 if blocks else jnp.sum(weights))
+    limit = jnp.minimum(jnp.floor(options.max_skipped * total).astype(jnp.int32), options.max_cells - 1)
+    frontier = knapsack(
+        models,
+        cache,
+        tokens,
+        start,
+        valid,
+        weights,
+        limit,
+        cells=options.max_cells,
+        max_weight=most,
+        tau=options.tau,
+        blocks=blocks,
+    )
+    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha)
+    ran = jnp.sum(frontier.attn, axis=1)[:, None], jnp.sum(frontier.mlp, axis=1)[:, None]
+    g = jnp.arange(options.max_draft + 1)
+    gained = expected_tokens(alpha[:, None], g)
+    rate = gained / profile.round(*ran, g, n, sparse)
+    if options.value == "tpl":
+        value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers)
+    else:
+        value = rate
+    value = jnp.where(frontier.alive[:, None], value, -jnp.inf)
+    best = jnp.argmax(value)
+    return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
+
+
+def sublayer_weights(profile: LatencyProfile, n: Any, clip: int, sparse: bool = False) -> Array:
+    """int32 [2]: weights of an attention and an MLP sublayer at context length n, the smaller one 1, at most `clip`."""
+    seconds = jnp.stack([jnp.asarray(profile.draft_attention(n, sparse), jnp.float32), jnp.float32(profile.mlp)])
+    smaller = jnp.maximum(jnp.min(seconds), 1e-12)
+    return jnp.clip(jnp.round(seconds / smaller), 1, clip).astype(jnp.int32)
+
+
+def largest_weight(num_layers: int, options: PlannerOptions) -> int:
+    """The clip for weights: `options.clip`, or less, so that the largest skipped weight has a cell of its own."""
+    for clip in range(options.clip, 1, -1):
+        if int(options.max_skipped * num_layers * (1 + clip)) < options.max_cells:
+            return clip
+    return 1
+
+
+def acceptance_of(hits: Any, count: Any, kind: str) -> Any:
+    """The predicted chance of acceptance: (hits + 1) / (count + 2), or `raw` hits / count.
+
+    The first is the mean of a uniform prior's posterior (Laplace): a raw 1 on a few tokens would always ask for the
+    longest drafts.
+    """
+    return hits / count if kind == "raw" else (hits + 1) / (count + 2)
+
+
+def read_search(search: Search) -> Planned:
+    """A `Search` of concrete arrays as plain values."""
+    frontier, candidates = search.frontier, []
+    for cell in np.flatnonzero(frontier.alive):
+        num_draft = int(np.argmax(search.value[cell]))
+        candidates.append(
+            Candidate(
+                plan=Plan(tuple(frontier.attn[cell]), tuple(frontier.mlp[cell]), num_draft),
+                weight=int(cell),
+                similarity=float(frontier.similarity[cell]),
+                alpha=float(search.alpha[cell]),
+                tokens_per_second=float(search.rate[cell, num_draft]),
+            )
+        )
+    cell, num_draft = int(search.cell), int(search.num_draft)
+    return Planned(
+        plan=Plan(tuple(frontier.attn[cell]), tuple(frontier.mlp[cell]), num_draft),
+        alpha=float(search.alpha[cell]),
+        tokens_per_second=float(search.rate[cell, num_draft]),
+        plain_tokens_per_second=float(search.rate[0, 0]),
+        weights=tuple(map(int, search.weights)),
+        frontier=tuple(candidates),
+    )

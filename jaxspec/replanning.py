@@ -1,0 +1,72 @@
+"""What the host knows of a run while it is under way, for methods that change their plan between segments."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspec.methods.base import Method, Models
+from jaxspec.requests import Request
+from jaxspec.types import DecodeState
+
+
+@dataclass
+class Run:
+    """A run on the host. It lives as long as the call of `generate` or the stream.
+
+    Seconds of decoding count rounds only: compiling and planning have counters of their own.
+    """
+
+    models: Models
+    request: Request
+    max_new_tokens: int
+    state: DecodeState
+    compile: Callable[[Method], Any]  # compiles a method's rounds; returns at once where that was done before
+    current: Method | None = None  # what drafts now; None before the first segment
+    rounds: int = 0
+    decode_seconds: float = 0.0
+    replan_seconds: float = 0.0
+    compile_seconds: float = 0.0  # waited for; what a background thread compiles is not
+    last_compile_seconds: float | None = None
+    memory: dict[str, Any] = field(default_factory=dict)  # the method's own, from one `replan` to the next
+    _compiled: dict[Method, Future] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor | None = None
+
+    def prepare(self, method: Method, *, background: bool) -> bool:
+        """Has a method's rounds compiled; returns whether they are ready.
+
+        Args:
+            method: the method.
+            background: start a thread and return at once, unless they are ready.
+        """
+        if method not in self._compiled:
+            if background:
+                self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
+                self._compiled[method] = self._pool.submit(self._timed_compile, method)
+            else:
+                done: Future = Future()
+                self._compiled[method] = done
+                done.set_result(self._timed_compile(method))
+        future = self._compiled[method]
+        if not future.done() and background:
+            return False
+        started = time.perf_counter()
+        self.last_compile_seconds = future.result() or self.last_compile_seconds
+        if not background:
+            self.compile_seconds += max(future.result(), time.perf_counter() - started)
+        return True
+
+    def is_ready(self, method: Method) -> bool:
+        """Whether a method's rounds are compiled."""
+        return method in self._compiled and self._compiled[method].done()
+
+    def close(self) -> None:
+        """Lets go of the compile thread; what it has begun it finishes."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _timed_compile(self, method: Method) -> float:
+        started = time.perf_counter()
+        self.compile(method)
+        return time.perf_counter() - started
