@@ -1,4 +1,4 @@
-"""Refreshing what sparse verification wrote: a full forward over the committed tokens, which also measures the drift."""
+"""A full forward over tokens that were verified sparsely: it renews their K/V and measures the drift."""
 
 import jax
 import jax.numpy as jnp

@@ -33,7 +33,7 @@ def rank_prompt(models: Models, prompt: Array, prompt_length: Array, out: Forwar
         out: of the last prompt token's forward.
         budget: static size of the ranking.
     """
-    batch, capacity = out.cache[0].k.shape[:2]
+    capacity = out.cache[0].k.shape[1]
     observed = min(OBSERVED, prompt.shape[1])
     start = jnp.maximum(prompt_length - observed, 0)
     tokens = jnp.take_along_axis(prompt, start[:, None] + jnp.arange(observed), axis=1)
@@ -53,7 +53,7 @@ def rank_prompt(models: Models, prompt: Array, prompt_length: Array, out: Forwar
 
 def ranked_rows(ranked: Ranked, length: Array) -> Array:
     """The newest generated rows, and the best prompt rows in what they leave of the budget; int32 [L, B, M]."""
-    layers, batch, width = ranked.rows.shape
+    width = ranked.rows.shape[2]
     k = jnp.minimum(width, length)
     generated = jnp.minimum(length - ranked.prompt_length, k)
     kept = (k - generated)[:, None]

@@ -29,10 +29,8 @@ def check_heads(name: str, heads: Heads, num_layers: int | None = None, num_head
     distinct = all(len(entry) > 1 and len(set(entry[1:])) == len(entry) - 1 for entry in entries)
     if not numbers or not distinct or len({entry[0] for entry in entries}) != len(entries):
         raise ValueError(f"{form}; got {heads!r}")
-    for limit, got, what in (
-        (num_layers, [e[0] for e in entries], "layers"),
-        (num_heads, sum(map(list, (e[1:] for e in entries)), []), "heads"),
-    ):
+    layers, chosen = [entry[0] for entry in entries], [head for entry in entries for head in entry[1:]]
+    for limit, got, what in ((num_layers, layers, "layers"), (num_heads, chosen, "heads")):
         if limit is not None and max(got, default=0) >= limit:
             raise ValueError(f"{name} names {what} up to {max(got)}; the model has {what} 0..{limit - 1}")
 

@@ -6,7 +6,7 @@ from method_cases import make_case, prompts
 
 from jaxspec import Finish, Sampling
 from jaxspec.methods import Quest
-from jaxspec.methods.quest import PageBounds, _bounds, _select
+from jaxspec.methods.quest import PageBounds, page_bounds, select_pages
 from jaxspec.profiling import fused_step
 from jaxspec.requests import check_request
 from jaxspec.stream import _prefill
@@ -38,8 +38,8 @@ def test_pages_are_ranked_by_the_summed_upper_bound_of_their_logits(page_size):
     rng = np.random.default_rng(0)
     q, keys = rng.normal(size=(2, 1, 4, 8)), rng.normal(size=(2, 32, 2, 8))
     num_pages, wanted = np.array([32, 20]) // page_size, np.array([3, 2])
-    bounds = _bounds(jnp.asarray(keys, jnp.float32), page_size)
-    rows = _select(
+    bounds = page_bounds(jnp.asarray(keys, jnp.float32), page_size)
+    rows = select_pages(
         0,
         jnp.asarray(q, jnp.float32),
         None,
