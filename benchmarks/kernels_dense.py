@@ -94,6 +94,8 @@ DENSE_CASES = (
         rivals=("jax",),
         candidates=(changed(num_splits=4), changed(num_splits=1, num_stages=4), changed(stream=True)),
     ),
+    Case("verify 32K batch 16 (7B)", *(16, 7, 4, 7, 128, 32768), scores=True),
+    Case("verify 32K batch 32 (1.5B)", *(32, 7, 2, 6, 128, 32768), scores=True),
     Case("decode 32K batch 1 (7B)", *(1, 1, 4, 7, 128, 32768), candidates=(changed(num_splits=33),)),
     Case("prefill 8K (7B)", *(1, 8192, 4, 7, 128, 8192), start=0, rivals=("jax", "torch")),
     Case("prefill 8K (1.5B)", *(1, 8192, 2, 6, 128, 8192), start=0),

@@ -23,6 +23,8 @@ SPARSE_CASES = (
     ("2048 rows of 32K, batch 16", 16, 6, 8, 8, 128, 32768, 2048, 12),
     ("287 rows of 4K, batch 1 (7B)", 1, 1, 4, 7, 128, 4096, 287, 12),
     ("2294 rows of 32K, batch 1 (7B)", 1, 1, 4, 7, 128, 32768, 2294, 12),
+    ("2294 rows of 32K, batch 16 (7B)", 16, 1, 4, 7, 128, 32768, 2294, 12),
+    ("2294 rows of 32K, batch 32 (1.5B)", 32, 1, 2, 6, 128, 32768, 2294, 12),
 )
 TINY_SPARSE_CASES = (("tiny", 1, 2, 2, 4, 64, 128, 40, 4),)
 # name, B, R, K, G, H, S, heads
@@ -71,9 +73,14 @@ def time_sparse(run: Run, case: tuple) -> None:
         change(num_splits=max(1, steps // 2)),
         change(num_splits=steps),
         change(num_stages=4),
+        change(num_stages=5),
+        change(num_splits=2, num_stages=4),
+        change(num_splits=2 * chosen.num_splits, num_stages=4),
+        change(num_splits=max(1, chosen.num_splits // 2), num_stages=5),
         change(num_stages=2),
-        change(block_m=32, num_stages=4),
-        change(block_m=128, num_stages=2),
+        change(block_m=32, num_stages=5),
+        change(block_m=128, num_stages=3),
+        change(block_m=128, num_stages=4),
         change(find_end=not chosen.find_end),
     ]
     for blocks in dict.fromkeys(options_for) if run.candidates else ():

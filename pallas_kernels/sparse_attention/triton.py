@@ -68,6 +68,7 @@ def _sparse_kernel(
     in_head = column < head_dim
     where = in_tile[:, None] & in_head[None, :]
     q = pltriton.load(q_ref.at[batch, query[:, None], head[:, None], column[None, :]], mask=where, other=0.0)
+    q = online.in_registers(q)
     start = start_ref[batch]
     valid = refs[0][batch] if window else 0
     position = start + query
