@@ -55,6 +55,7 @@ def check_request(
     if method.needs_draft_params != (draft_params is not None):
         needs = "needs" if method.needs_draft_params else "takes no"
         raise ValueError(f"method {type(method).__name__} {needs} draft_params")
+    method.check_model(model)
     limit, vocab_size = model.config.capacity_limit, model.config.vocab_size
     max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1, limit)
     pad_id = _integer("pad_id", pad_id, -(2**31), 2**31 - 1)

@@ -11,12 +11,14 @@ from jaxspec.dustin.refresh import Refresh, init_refresh, note_round, run_refres
 from jaxspec.dustin.rivals import Rival, init_rival, observe_rival, quest_selector, ranked_rows
 from jaxspec.dustin.scoring import Heads, check_heads, choose_rows, head_scores, layers_of, mass_on, recent_rows
 from jaxspec.methods.base import Method, Models, draft_sampling_option, num_draft_option, option
+from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
 from jaxspec.types import (
     Array,
     Collect,
     DecodeState,
     Draft,
+    Finish,
     ForwardOut,
     KVCache,
     KVSelection,
@@ -141,12 +143,14 @@ class SparseVerification(Method):
         """
         raise NotImplementedError
 
+    def check_model(self, target: Decoder) -> None:
+        config = target.config
+        check_heads(f"{type(self).__name__} target_heads", self.target_heads, config.num_layers, config.num_heads)
+
     def prefill_collect(self, last: Array) -> Collect:
         return Collect(queries=layers_of(self._target_heads))
 
     def init(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> SparseState:
-        config = models.target.config
-        check_heads(f"{type(self).__name__} target_heads", self._target_heads, config.num_layers, config.num_heads)
         most = self.refresh_every * (self.num_draft + 1)
         batch = prompt.shape[0]
         state = SparseState(
@@ -212,7 +216,7 @@ class SparseVerification(Method):
             return cache, pick(full.logits, sparse[1]), tuple(map(pick, full.queries, sparse[2]))
 
         # a loop of no or one trip: the branches of lax.cond would copy the caches
-        any_low = jnp.any(low & (state.finish == 0)).astype(jnp.int32)
+        any_low = jnp.any(low & (state.finish == Finish.RUNNING)).astype(jnp.int32)
         cache, logits, queries = jax.lax.fori_loop(0, any_low, run_full, (out.cache, out.logits, out.queries))
         return out._replace(cache=cache, logits=logits, queries=queries)
 

@@ -91,6 +91,9 @@ class Method:
         """The most tokens that one round drafts; static."""
         return 0
 
+    def check_model(self, target: Decoder) -> None:
+        """Raises ValueError where the method does not fit the target model; runs before anything else does."""
+
     def prefill_collect(self, last: Array) -> Collect:
         """What the forward of the last prompt token hands to `init`; `last` is its query row, int32 [B] of zeros."""
         return Collect()

@@ -9,8 +9,9 @@ from jaxspec.drafting import draft_chain
 from jaxspec.dustin.scoring import check_heads
 from jaxspec.dustin.verification import SparseVerification
 from jaxspec.methods.base import Models
+from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
-from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, KVSelection, LayerMask
+from jaxspec.types import Array, Collect, DecodeState, Draft, KVCache, KVSelection, LayerMask
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,15 @@ class SelfDustin(SparseVerification):
         if skipped:
             raise ValueError(f"SelfDustin draft_heads must lie in layers that run; skipped_layers holds {skipped}")
 
-    def init_drafts(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> tuple:
-        config = models.target.config
+    def check_model(self, target: Decoder) -> None:
+        super().check_model(target)
+        config = target.config
         check_heads("SelfDustin draft_heads", self.draft_heads, config.num_layers, config.num_heads)
         if not set(self.skipped_layers) < set(range(config.num_layers)):
             raise ValueError(
                 f"SelfDustin skipped_layers must leave one of the layers 0..{config.num_layers - 1}, "
                 f"got {self.skipped_layers}"
             )
-        return ()
 
     def run_drafts(
         self, models: Models, state: DecodeState, sampling: Sampling, keys: Array, selection: KVSelection | None
