@@ -1,15 +1,54 @@
-"""Markers that need something the machine may lack, and the switch for the full product of kernel shapes."""
+"""Quick compiles, markers that need something the machine may lack, and the switch for the full product of kernel
+shapes."""
 
 import importlib.util
+import mmap
 import os
 from pathlib import Path
 
-import jax
 import pytest
+
+# The suite compiles thousands of small programs and hardly runs them, so on a CPU it asks XLA for quick compiles: no
+# optimisation, and its plain emitters in place of the MLIR ones that take four times as long. Whoever sets XLA_FLAGS,
+# also to nothing, gets XLA's defaults.
+QUICK_FLAG = "xla_cpu_use_fusion_emitters"
+QUICK = "XLA_FLAGS" not in os.environ
+
+
+def _xla_knows(flag: str) -> bool:
+    """XLA ends the process at a flag that it does not know, and this one need not stay for ever."""
+    library = Path(importlib.util.find_spec("jaxlib").origin).with_name("libjax_common.so")
+    if not library.is_file():
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(flag.encode()) >= 0
+
+
+if QUICK and _xla_knows(QUICK_FLAG):
+    os.environ["XLA_FLAGS"] = f"--{QUICK_FLAG}=false"
+
+import jax  # noqa: E402  it reads the flags
 
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", action="store_true", help="run the full product of kernel shapes")
+
+
+# per module: a folder without __init__.py is no package to pytest
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles(request):
+    """Not where what XLA makes of a program for a GPU is what is looked at."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    quick = QUICK and jax.default_backend() == "cpu" and request.node.get_closest_marker("gpu_compile") is None
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def default_environment():
+    """The environment for a process that compiles as a user's does."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS" or not QUICK}
 
 
 def _weights_missing() -> bool:
