@@ -15,10 +15,10 @@ _WORDS = (
     "falcon feather ferry fiddle forest fossil garden garnet ginger glacier goblet granite hammer harbor harvest hazel "
     "hedge helmet heron hollow honey island ivory jacket jasmine jungle kettle ladder lantern lavender lemon lilac "
     "magnet maple marble meadow mirror monkey mosaic mustard needle nickel nutmeg ocean olive orchid otter oyster "
-    "paddle panther parrot pebble pepper pigeon pillow piston planet plum pocket potato prairie pumpkin puppet quartz rabbit "
-    "raven ribbon river rocket saddle saffron salmon sandal satin scarf shadow silver spider spruce squirrel sunset "
-    "table teapot temple thistle thunder tiger timber tomato trumpet tulip tunnel turtle valley velvet violet walnut "
-    "whale willow window winter wolf zebra"
+    "paddle panther parrot pebble pepper pigeon pillow piston planet plum pocket potato prairie pumpkin puppet quartz "
+    "rabbit raven ribbon river rocket saddle saffron salmon sandal satin scarf shadow silver spider spruce squirrel "
+    "sunset table teapot temple thistle thunder tiger timber tomato trumpet tulip tunnel turtle valley velvet violet "
+    "walnut whale willow window winter wolf zebra"
 )
 PLACES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Dublin", "Hanoi", "Tunis", "Sofia", "Perth", "Turin", "Accra")
 SUBJECTS = "the miller|a clerk|the old ferryman|a traveller|my neighbour|the schoolmaster|a gardener|the night watch"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.calibration.heads import answer
-from jaxspec.calibration.needles import Encode, Needle, make_needle
+from jaxspec.calibration.needles import Encode, make_needle
 from jaxspec.calibration.records import HEADS, describe, read_record, write_record
 from jaxspec.methods.base import Models
 
@@ -93,10 +93,13 @@ def scan_heads(
         needles = [
             make_needle(encode, texts[seed % len(texts)], length, depth, seed, wrap) for _, length, depth, seed in batch
         ]
-        for (key, *_), needle, recall, mass in zip(
-            batch, needles, *_answers(models, needles, batch, eos_ids), strict=True
-        ):
-            runs[key] = {"recall": float(recall), "mass": (mass / len(needle.payload)).round(6).tolist()}
+        # every batch of one length has one size, so that it needs one program
+        length = batch[0][1]
+        size = min(_batch_size(length), scan.depths * scan.repeats)
+        answers = answer(models, [*needles, *needles[:1] * (size - len(needles))], length, eos_ids)
+        for i, (key, *_) in enumerate(batch):
+            mass = answers.mass[i] / len(needles[i].payload)
+            runs[key] = {"recall": float(answers.recall[i]), "mass": mass.round(6).tolist()}
         write_record(partial, HEADS, {**head, "runs": runs})
         progress(len(runs), len(jobs))
     recalled = [run["mass"] for run in runs.values() if run["recall"] > RECALLED]
@@ -116,16 +119,12 @@ def _resume(partial: Path, head: dict[str, Any]) -> dict[str, Any]:
     return record["runs"]
 
 
+def _batch_size(length: int) -> int:
+    return max(TOKENS_AT_ONCE // length, 1)
+
+
 def _batches(jobs: list[tuple[str, int, float, int]]) -> Iterator[list[tuple[str, int, float, int]]]:
     while jobs:
-        length = jobs[0][1]
-        same = [job for job in jobs if job[1] == length][: max(TOKENS_AT_ONCE // length, 1)]
-        yield same
-        jobs = [job for job in jobs if job not in same]
-
-
-def _answers(
-    models: Models, needles: list[Needle], batch: list[tuple[str, int, float, int]], eos_ids: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    answers = answer(models, needles, batch[0][1], eos_ids)
-    return answers.recall, answers.mass
+        batch = [job for job in jobs if job[1] == jobs[0][1]][: _batch_size(jobs[0][1])]
+        yield batch
+        jobs = [job for job in jobs if job not in batch]
