@@ -130,3 +130,22 @@ def _flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(dst: Path, text: str) -> None:
+    """Writes a UTF-8 file that appears complete or not at all; an existing `dst` stays until then.
+
+    Raises:
+        OSError: its folder does not exist or cannot be written.
+    """
+    staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(dst)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+    _flush_directory(dst.parent)

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.decode import generate
-from jaxspec.methods import DraftModel, Method, Plain, Quest, Streaming, Vegas
+from jaxspec.methods import DraftModel, KnapSpec, Method, Plain, Quest, Streaming, Vegas
 from jaxspec.models import Decoder, ModelConfig
+from jaxspec.planning import LatencyProfile, Plan
 from jaxspec.sampling import Sampling
 from jaxspec.stream import Chunk, stream
 from jaxspec.types import Finish, Output, Stats
@@ -21,10 +22,13 @@ __all__ = [
     "Decoder",
     "DraftModel",
     "Finish",
+    "KnapSpec",
+    "LatencyProfile",
     "Loaded",
     "Method",
     "ModelConfig",
     "Output",
+    "Plan",
     "Plain",
     "Quest",
     "Sampling",

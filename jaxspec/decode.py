@@ -1,15 +1,19 @@
 """The only loop: prefill, then rounds of draft, verify, accept, commit, observe. It never asks which method it runs."""
 
+import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.acceptance import accept
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder, init_cache
 from jaxspec.prefill import fill_cache
+from jaxspec.replanning import Run
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, KVCache, Output, Params, Stats, Verdict
@@ -32,7 +36,9 @@ def generate(
 ) -> Output:
     """Generates up to `max_new_tokens` tokens after each prompt, wholly on the device, as one jitted program.
 
-    It may be called under the caller's own jit. Each row's result depends on its own prompt and key only.
+    It may be called under the caller's own jit. Each row's result depends on its own prompt and key only. Outside jit
+    a method that replans runs in segments, with the host between them: which tokens are drafted then depends on
+    measured times and on the whole batch, the distribution of the output does not.
 
     Args:
         model: the target model.
@@ -62,6 +68,10 @@ def generate(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, pad_id, draft_params
     )
     models = Models(model, params, draft_params)
+    if method.segment_rounds and not is_traced((models, request)):
+        state, _ = decode_in_segments(models, request, method, max_new_tokens, logprobs)
+        return _finish(state, request, max_new_tokens)
+    method = method.as_one_program() if method.segment_rounds else method
     return _generate(models, request, method, max_new_tokens, logprobs)
 
 
@@ -69,6 +79,76 @@ def generate(
 def _generate(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> Output:
     state = prefill(models, request, method, max_new_tokens, logprobs)
     state = decode_all(models, state, request, method, max_new_tokens)
+    return finish_output(state, request, max_new_tokens)
+
+
+def is_traced(arguments: Any) -> bool:
+    """Whether this call is part of a program being traced: an argument is, or the caller runs under jit."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        return True
+    return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
+
+
+def decode_in_segments(
+    models: Models,
+    request: Request,
+    method: Method,
+    max_new_tokens: int,
+    logprobs: bool = False,
+    state: DecodeState | None = None,
+) -> tuple[DecodeState, Run]:
+    """Prefill and rounds until every row has ended, with `method.replan` before every `segment_rounds` of them.
+
+    Args:
+        models: the models.
+        request: the request; nothing in it is traced.
+        method: a method whose `segment_rounds` is not 0.
+        max_new_tokens: as in `generate`.
+        logprobs: as in `generate`.
+        state: what `prefill` or `begin` returned; None runs the prefill. Its buffers are given up.
+
+    Returns:
+        The last state, and the run's times and plans.
+    """
+    state = _start(models, request, method, max_new_tokens, logprobs) if state is None else state
+    run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method))
+    try:
+        while np.any(np.asarray(run.state.finish) == Finish.RUNNING):
+            drafter, run.state = method.replan(run)
+            run.prepare(drafter, background=False)
+            last_round = np.int32(run.rounds + method.segment_rounds + 1)
+            started = time.perf_counter()
+            run.state = _segment(models, run.state, request, last_round, drafter, max_new_tokens)
+            # the prefill counts as round 0
+            run.rounds = int(run.state.round) - 1
+            run.decode_seconds += time.perf_counter() - started
+    finally:
+        run.close()
+    return run.state, run
+
+
+def _lower_segment(run: Run, method: Method) -> jax.stages.Lowered:
+    return _segment.lower(run.models, run.state, run.request, np.int32(0), method, run.max_new_tokens)
+
+
+@partial(jax.jit, static_argnames=("method", "max_new_tokens"), donate_argnames="state")
+def _segment(
+    models: Models, state: DecodeState, request: Request, last_round: Array, method: Method, max_new_tokens: int
+) -> DecodeState:
+    return jax.lax.while_loop(
+        lambda state: jnp.any(state.finish == Finish.RUNNING) & (state.round < last_round),
+        lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
+        state,
+    )
+
+
+@partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs"))
+def _start(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> DecodeState:
+    return prefill(models, request, method, max_new_tokens, logprobs)
+
+
+@partial(jax.jit, static_argnames="max_new_tokens")
+def _finish(state: DecodeState, request: Request, max_new_tokens: int) -> Output:
     return finish_output(state, request, max_new_tokens)
 
 

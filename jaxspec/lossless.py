@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +42,15 @@ def check_enumeration(method: Method, sampling: Sampling, name: str) -> Check:
     """
     target, params = _tiny_model(layers=2, seed=0)
     draft_params = None
-    limits = {"num_draft": 2, "min_keep": 3, "page_size": 2, "sinks": 1}
+    limits = {"num_draft": 2, "max_draft": 2, "min_keep": 3, "page_size": 2, "sinks": 1}
     options = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    changes = {name: min(options[name], limit) for name, limit in limits.items() if name in options}
+    changes: dict[str, Any] = {name: min(options[name], limit) for name, limit in limits.items() if name in options}
+    if "plan" in options:
+        changes["plan"] = None
     if method.needs_draft_params:
         changes["model"], draft_params = _tiny_model(layers=1, seed=1)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, 3, 24)]
-    tiny = dataclasses.replace(method, **changes)
+    tiny = dataclasses.replace(method, **changes).fixed(target.config.num_layers)
     mine, accepted = speculative_distribution(Models(target, params, draft_params), tiny, prompt, 1, sampling, 2)
     expected = plain_distribution(Models(target, params), prompt, 1, sampling, mine.ndim)
     distance = 0.5 * float(np.sum(np.abs(mine - expected)))
@@ -71,6 +74,7 @@ def check_sampling(
         draws: how many rounds are drawn, rounded up to whole batches.
         key: a PRNG key.
     """
+    method = method.fixed(models.target.config.num_layers)
     batch, rounds = min(draws, 16), 2
     max_new_tokens = (rounds + 1) * (method.max_draft + 1) + 2
     request = check_request(

@@ -22,14 +22,14 @@ class Run:
     request: Request
     max_new_tokens: int
     state: DecodeState
-    compile: Callable[[Method], Any]  # compiles a method's rounds; returns at once where that was done before
-    current: Method | None = None  # what drafts now; None before the first segment
+    lower: Callable[[Method], Any]  # lowers a method's rounds; what it returns has `compile()`
     rounds: int = 0
     decode_seconds: float = 0.0
     replan_seconds: float = 0.0
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not
-    last_compile_seconds: float | None = None
+    longest_compile_seconds: float = 0.0  # of one method, waited for or not
     memory: dict[str, Any] = field(default_factory=dict)  # the method's own, from one `replan` to the next
+    log: list[dict[str, Any]] = field(default_factory=list)  # what the method notes of its plans; plain types
     _compiled: dict[Method, Future] = field(default_factory=dict)
     _pool: ThreadPoolExecutor | None = None
 
@@ -40,21 +40,22 @@ class Run:
             method: the method.
             background: start a thread and return at once, unless they are ready.
         """
+        started = time.perf_counter()
         if method not in self._compiled:
             if background:
                 self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
-                self._compiled[method] = self._pool.submit(self._timed_compile, method)
+                # lowered here, because the state's buffers are gone once the next round has begun
+                self._compiled[method] = self._pool.submit(_timed_compile, self.lower(method))
             else:
                 done: Future = Future()
+                done.set_result(_timed_compile(self.lower(method)))
                 self._compiled[method] = done
-                done.set_result(self._timed_compile(method))
         future = self._compiled[method]
-        if not future.done() and background:
+        if background and not future.done():
             return False
-        started = time.perf_counter()
-        self.last_compile_seconds = future.result() or self.last_compile_seconds
+        self.longest_compile_seconds = max(self.longest_compile_seconds, future.result())
         if not background:
-            self.compile_seconds += max(future.result(), time.perf_counter() - started)
+            self.compile_seconds += time.perf_counter() - started
         return True
 
     def is_ready(self, method: Method) -> bool:
@@ -66,7 +67,8 @@ class Run:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _timed_compile(self, method: Method) -> float:
-        started = time.perf_counter()
-        self.compile(method)
-        return time.perf_counter() - started
+
+def _timed_compile(lowered: Any) -> float:
+    started = time.perf_counter()
+    lowered.compile()
+    return time.perf_counter() - started

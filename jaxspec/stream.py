@@ -1,5 +1,6 @@
 """`stream`: the loop of `generate`, driven from the host so that tokens can be shown and stopped as they come."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.decode import prefill
+from jaxspec.decode import is_traced, prefill
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder
 from jaxspec.profiling import Profile, RoundTimer, fused_step
+from jaxspec.replanning import Run
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
 from jaxspec.text import TextStream, check_stop
@@ -26,6 +28,7 @@ class Chunk(NamedTuple):
     finish: list[Finish]  # per row, RUNNING while more may come
     stats: Stats | None  # on the last chunk only
     profile: Profile | None = None  # on the last chunk, when asked for
+    plans: list[dict[str, Any]] | None = None  # on the last chunk, of methods that replan: what each plan was
 
 
 def stream(
@@ -62,7 +65,7 @@ def stream(
     request = check_request(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, 0, draft_params
     )
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, draft_params, request))):
+    if is_traced((params, draft_params, request)):
         raise ValueError("stream is driven from the host and cannot be traced; use generate under jit")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop) for _ in range(request.keys.shape[0])]
     timer = RoundTimer() if profile else None
@@ -77,8 +80,9 @@ def _rounds(
     texts: list[TextStream] | None,
     timer: RoundTimer | None,
 ) -> Iterator[Chunk]:
-    step = fused_step if timer is None else timer.step
     state, this_round = _prefill(models, request, method, max_new_tokens)
+    rounds = _Rounds(models, request, method, max_new_tokens, state, fused_step if timer is None else timer.step)
+    del state
     batch = request.keys.shape[0]
     stopped = np.zeros(batch, bool)
     counted: dict[int, tuple[int, int]] = {}  # rounds and emitted tokens of the rows that a stop string ended
@@ -94,14 +98,57 @@ def _rounds(
         finish = np.where(stopped, Finish.STOP, finish)
         done = not np.any(finish == Finish.RUNNING)
         chunk = Chunk(emitted, text, [Finish(f) for f in finish], _counted(stats, counted) if done else None)
-        yield chunk._replace(profile=timer.profile()) if done and timer is not None else chunk
+        if done:
+            rounds.close()
+            chunk = chunk._replace(profile=None if timer is None else timer.profile(), plans=rounds.plans)
+        yield chunk
         if done:
             return
         if next_round is None:
-            state, next_round = step(models, state, request, stopped.copy(), method, max_new_tokens)
+            next_round = rounds.next(stopped.copy())
         this_round = next_round
         # one round is always under way while the host reads the one before; rows that stop there ignore what it brings
-        state, next_round = step(models, state, request, stopped.copy(), method, max_new_tokens)
+        next_round = rounds.next(stopped.copy())
+
+
+class _Rounds:
+    """Launches rounds, and has the method replan between segments of them."""
+
+    def __init__(
+        self, models: Models, request: Request, method: Method, max_new_tokens: int, state: DecodeState, step: Any
+    ) -> None:
+        self._arguments = models, request, max_new_tokens
+        self._method = self._drafter = method
+        self._step = step
+        self._run = Run(models, request, max_new_tokens, state, self._lower)
+        self._segment_started = 0.0
+
+    @property
+    def plans(self) -> list[dict[str, Any]] | None:
+        return self._run.log if self._method.segment_rounds else None
+
+    def next(self, stopped: Array) -> Any:
+        models, request, max_new_tokens = self._arguments
+        run, length = self._run, self._method.segment_rounds
+        if length and run.rounds % length == 0:
+            jax.block_until_ready(run.state.round)
+            if run.rounds:
+                run.decode_seconds += time.perf_counter() - self._segment_started
+            self._drafter, run.state = self._method.replan(run)
+            run.prepare(self._drafter, background=False)
+            self._segment_started = time.perf_counter()
+        state, run.state = run.state, None
+        run.state, brought = self._step(models, state, request, stopped, self._drafter, max_new_tokens)
+        run.rounds += 1
+        return brought
+
+    def close(self) -> None:
+        self._run.close()
+
+    def _lower(self, method: Method) -> jax.stages.Lowered:
+        models, request, max_new_tokens = self._arguments
+        stopped = np.zeros(request.keys.shape[0], bool)
+        return fused_step.lower(models, self._run.state, request, stopped, method, max_new_tokens)
 
 
 def _counted(stats: Stats, counted: dict[int, tuple[int, int]]) -> Stats:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxspec import __version__
-from jaxspec.cli import generate, verify
+from jaxspec.cli import calibrate, generate, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_command(commands)
     verify.add_command(commands)
+    calibrate.add_command(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -98,12 +98,13 @@ def _generate(args: argparse.Namespace) -> int:
     }
     metrics, ended = measure(chunk.stats), finish.name.lower()
     run = {"model": args.model, "method": args.method, "options": option_values(method)}
+    run["lossless"] = method.lossless
     if args.json:
         record = {"schema_version": SCHEMA_VERSION, "text": text, "tokens": tokens, "finish": ended, **figures, **run}
         print(json.dumps({**record, "metrics": metrics.as_dict()}, ensure_ascii=False))
     else:
         print(flush=True)
-        print(figures_line(figures, metrics, ended, jax.devices()[0]), file=sys.stderr)
+        print(figures_line(figures, metrics, ended, jax.devices()[0], method.lossless), file=sys.stderr)
     if args.trace is not None:
         write_trace(args.trace, {**run, "finish": ended, **figures}, chunk.stats, metrics)
     if args.plot is not None:

@@ -2,9 +2,12 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Loaded, load
+from jaxspec.dustin.config import options_from_config
+from jaxspec.dustin.verification import SparseVerification
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
 
@@ -16,6 +19,8 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--method", choices=sorted(methods), default="plain", help="default: plain")
     drafted = ", ".join(sorted(name for name, method in methods.items() if method.needs_draft_params))
     group.add_argument("--draft", metavar="MODEL", help=f"the draft model of {drafted}: anything that --model takes")
+    configured = ", ".join(sorted(_configured(methods)))
+    group.add_argument("--config", type=Path, metavar="FILE", help=f"what jaxspec calibrate wrote, of {configured}")
     for flag, users in _options(methods).items():
         field = next(iter(users.values()))
         group.add_argument(
@@ -43,6 +48,10 @@ def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
         if args.method not in users:
             raise ValueError(f"{flag} does not apply to --method {args.method}; it belongs to {', '.join(users)}")
         options[field.name] = value
+    if args.config is not None:
+        if args.method not in _configured(methods):
+            raise ValueError(f"--config does not apply to --method {args.method}")
+        options = options_from_config(args.config, options.get("budget")) | options
     needs_draft = methods[args.method].needs_draft_params
     if needs_draft != (args.draft is not None):
         raise ValueError(f"--method {args.method} {'needs' if needs_draft else 'takes no'} --draft MODEL")
@@ -59,8 +68,12 @@ def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | Non
     if args.draft is None:
         return chosen(**options), None
     draft = load(args.draft, dtype=dtype)
-    _check_vocabularies(target, draft)
+    check_vocabularies(target, draft)
     return chosen(model=draft.model, **options), draft.params
+
+
+def _configured(methods: dict[str, type[Method]]) -> set[str]:
+    return {name for name, method in methods.items() if issubclass(method, SparseVerification)}
 
 
 def option_values(method: Method) -> dict[str, Any]:
@@ -85,7 +98,8 @@ def _defaults(users: dict[str, dataclasses.Field]) -> str:
     return "default: " + "; ".join(f"{default} with {', '.join(names)}" for default, names in by_default.items())
 
 
-def _check_vocabularies(target: Loaded, draft: Loaded) -> None:
+def check_vocabularies(target: Loaded, draft: Loaded) -> None:
+    """Raises ValueError unless the tokenizers give the same ids to the tokens that both have."""
     if target.tokenizer is None or draft.tokenizer is None:
         raise ValueError("--draft: both models need a tokenizer, so that their vocabularies can be compared")
     small, large = sorted((target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()), key=len)

@@ -151,10 +151,15 @@ class SparseVerification(Method):
         return Collect(queries=layers_of(self._target_heads))
 
     def init(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> SparseState:
+        own = self.init_drafts(models, prompt, prompt_length, out)
+        return self.start(models, prompt, prompt_length, out, own)
+
+    def start(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut, own: Any) -> SparseState:
+        """The state after prefill around `own`, the state of what drafts. Other arguments are those of `init`."""
         most = self.refresh_every * (self.num_draft + 1)
         batch = prompt.shape[0]
         state = SparseState(
-            own=self.init_drafts(models, prompt, prompt_length, out),
+            own=own,
             queries=tuple(q[:, 0] for q in out.queries),
             rows=jnp.zeros((1, batch, 0), jnp.int32),
             valid=prompt_length,

@@ -6,6 +6,7 @@ import pkgutil
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.dustin import Dustin
+from jaxspec.methods.knapspec import KnapSpec
 from jaxspec.methods.plain import Plain
 from jaxspec.methods.quest import Quest
 from jaxspec.methods.self_dustin import SelfDustin
@@ -15,6 +16,7 @@ from jaxspec.methods.vegas import Vegas
 __all__ = [
     "DraftModel",
     "Dustin",
+    "KnapSpec",
     "Method",
     "Models",
     "Plain",

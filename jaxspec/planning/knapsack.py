@@ -1,8 +1,8 @@
 """The knapsack over sublayers: which of them a draft may skip (KnapSpec, arXiv 2602.20217, algorithm 1).
 
-Items are the 2L sublayers in order (or the L blocks). The dynamic program keeps, per total skipped weight j, one residual
-stream of r reference tokens: the one most similar to the full model's. All of them advance through an item in one
-batched forward, as branches that share the sequence's prefix in the cache.
+Items are the 2L sublayers in order (or the L blocks). The dynamic program keeps, per total skipped weight j, one
+residual stream of r reference tokens: the one most similar to the full model's. All of them advance through an item in
+one batched forward, as branches that share the sequence's prefix in the cache.
 """
 
 from typing import NamedTuple
@@ -189,7 +189,7 @@ class _BranchAttention(Attention):
 
 def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, start: Array, scale: float) -> Array:
     """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and prefix rows 0..start-1 [B',S,K,H], by a running softmax."""
-    batch, kv_heads, cells, group, r, head_dim = q.shape
+    batch, kv_heads, _, _, r, head_dim = q.shape
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     options = {"preferred_element_type": jnp.float32, "precision": precision}
     logits = jnp.einsum("bkcgrh,bkcsh->bkcgrs", q, k, **options) * scale

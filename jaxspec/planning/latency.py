@@ -1,4 +1,4 @@
-"""What decoding steps cost on one device, as a function of the context length (KnapSpec, arXiv 2602.20217, section 4)."""
+"""What decoding steps cost on one device, by context length (the latency model of KnapSpec, arXiv 2602.20217)."""
 
 import dataclasses
 import json
@@ -129,7 +129,8 @@ def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[Line, 
 def expected_tokens(alpha: Any, num_draft: Any) -> Any:
     """Mean tokens per round: (1 - alpha^(g+1)) / (1 - alpha), and g + 1 at alpha = 1 (Leviathan et al., eq. 1).
 
-    Written as the sum of alpha^i over i = 0..g where the fraction loses its digits.
+    That is the sum of alpha^i over i = 0..g, expanded around 1 where the fraction loses its digits, and exactly 1 at
+    g = 0.
 
     Args:
         alpha: chance that a draft token is accepted, in 0..1; a number or an array.
@@ -140,7 +141,7 @@ def expected_tokens(alpha: Any, num_draft: Any) -> Any:
     near = rest < 1e-3
     fraction = (1 - alpha ** (num_draft + 1)) / xp.where(near, 1, rest)
     series = (num_draft + 1) * (1 - rest * num_draft / 2 + rest * rest * num_draft * (num_draft - 1) / 6)
-    return xp.where(near, series, fraction)
+    return xp.where(num_draft == 0, 1.0, xp.where(near, series, fraction))
 
 
 def save_profile(path: str | os.PathLike[str], profile: LatencyProfile, details: dict[str, Any]) -> None:

@@ -181,10 +181,7 @@ def search_plan(
     g = jnp.arange(options.max_draft + 1)
     gained = expected_tokens(alpha[:, None], g)
     rate = gained / profile.round(*ran, g, n, sparse)
-    if options.value == "tpl":
-        value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers)
-    else:
-        value = rate
+    value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
     value = jnp.where(frontier.alive[:, None], value, -jnp.inf)
     best = jnp.argmax(value)
     return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)

@@ -12,6 +12,7 @@ from jaxspec import Sampling, decode
 from jaxspec.decode import commit, draft_tokens
 from jaxspec.methods import Method, Models, Plain, find_methods
 from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_cache, init_params
+from jaxspec.planning import Plan
 from jaxspec.requests import check_request
 from jaxspec.stream import _prefill
 from jaxspec.types import Collect
@@ -28,6 +29,8 @@ OPTIONS = {
     "draft-model": {"num_draft": G},
     "dustin": {**SPARSE, "sparse_drafts": "last"},
     "self-dustin": {**SPARSE, "sparse_drafts": "recent"},
+    # the last layer's attention is left out
+    "knapspec": {"max_draft": G, "plan": lambda n: Plan((True,) * (n - 1) + (False,), (True,) * n, G)},
     "plain": {},
     "quest": {"num_draft": G, "rho": 0.1, "min_keep": 4, "page_size": 4},
     "streaming": {"num_draft": G, "rho": 0.1, "min_keep": 6},
@@ -85,6 +88,7 @@ def similar_model(layers=2, vocab=VOCAB, extra=5, seed=0):
 def make_case(name, layers=2, vocab=VOCAB, **changes):
     method = find_methods()[name]
     options = {**OPTIONS.get(name, {"num_draft": G}), **changes}
+    options = {key: value(layers) if callable(value) else value for key, value in options.items()}
     target, params = tiny_model(layers, vocab)
     draft_params = None
     if method.needs_draft_params:

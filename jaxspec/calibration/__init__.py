@@ -1,0 +1,1 @@
+"""Offline calibration: which heads retrieve, and which of them choose the rows that Dustin reads."""

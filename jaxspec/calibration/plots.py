@@ -1,0 +1,50 @@
+"""Plots of calibration; they need matplotlib, the extra `plot`."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ValueError before a run whose plot could not be written after it."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: not a file in an existing directory")
+
+
+def plot_heads(path: Path, record: dict[str, Any]) -> None:
+    """A heat map of the heads' scores; the suffix chooses the format."""
+    from matplotlib.figure import Figure
+
+    scores = np.array(record["scores"])
+    figure = Figure(figsize=(2 + 0.25 * scores.shape[1], 2 + 0.2 * scores.shape[0]), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(scores, aspect="auto", cmap="viridis", vmin=0)
+    axes.set(xlabel="head", ylabel="layer", title=f"retrieval heads of {record['model']['name']}")
+    figure.colorbar(image, label="mean attention on the needle per answered token")
+    figure.savefig(path)
+
+
+def plot_arr(path: Path, record: dict[str, Any]) -> None:
+    """ARR by layer at the first budget, and by budget, for every signal; the suffix chooses the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(f"attention recall, {record['target']['name']} with {record['draft']['name']}")
+    left, right = figure.subplots(1, 2, sharey=True)
+    table = {int(rows): by_signal for rows, by_signal in record["arr"].items()}
+    for signal, by_layer in table[record["budget"]].items():
+        left.plot(range(len(by_layer)), by_layer, marker=".", label=signal)
+    left.set(xlabel="layer", ylabel="ARR", ylim=(0, 1), title=f"{record['budget']} rows")
+    left.legend()
+    rows = sorted(table)
+    for signal in table[record["budget"]]:
+        right.plot(rows, [np.mean(table[n][signal]) for n in rows], marker="o", label=signal)
+    right.set(xlabel="rows", xscale="log", title="mean over layers")
+    right.set_xticks(rows, [str(n) for n in rows])
+    figure.savefig(path)

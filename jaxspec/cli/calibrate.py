@@ -1,0 +1,181 @@
+"""`jaxspec calibrate heads` and `jaxspec calibrate dustin`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+CONTEXTS = (2048, 4096, 8192)
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command to the parser's subcommands."""
+    calibrate = commands.add_parser("calibrate", help="find what sparse verification needs, once per model")
+    kinds = calibrate.add_subparsers(required=True, metavar="WHAT")
+    heads = kinds.add_parser(
+        "heads",
+        help="score every attention head for retrieval",
+        description="Hides facts in long texts, lets the model answer, and scores every head by its attention to the "
+        "fact meanwhile. An interrupted run goes on where it stopped.",
+        epilog="example: jaxspec calibrate heads --model checkpoints/qwen --out qwen-heads.json --plot qwen-heads.png",
+    )
+    heads.set_defaults(run=_heads)
+    heads.add_argument("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF")
+    heads.add_argument("--text", nargs="*", default=[], metavar="FILE", help="haystacks; without any, made-up prose")
+    heads.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    _add_scan_flags(heads)
+    _add_shared_flags(heads)
+
+    dustin = kinds.add_parser(
+        "dustin",
+        help="choose the heads and the split of --method dustin for a pair of models",
+        description="Measures in rounds of speculation which rows the target's attention needs, and chooses the layers "
+        "and heads whose attention predicts them best.",
+        epilog="example: jaxspec calibrate dustin --target checkpoints/qwen-7b --draft checkpoints/qwen-0.5b "
+        "--text novel.txt manual.txt --out dustin.json",
+    )
+    dustin.set_defaults(run=_dustin)
+    dustin.add_argument("--target", required=True, metavar="MODEL", help="the model that verifies")
+    dustin.add_argument("--draft", required=True, metavar="MODEL", help="the model that drafts")
+    dustin.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts like those to come")
+    dustin.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    for role in ("target", "draft"):
+        text = f"file of jaxspec calibrate heads for the {role}; without it, that runs first"
+        dustin.add_argument(f"--{role}-heads", type=Path, metavar="FILE", help=text)
+    dustin.add_argument("--budget", type=int, nargs="+", default=[512], metavar="ROWS", help="default: 512")
+    dustin.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS", help="prompt lengths (default: 2048 4096 "
+                        "8192, as far as texts and models reach)")  # fmt: skip
+    dustin.add_argument("--num-draft", type=int, default=4, help="tokens drafted per round (default: 4)")
+    dustin.add_argument("--rounds", type=int, default=8, help="rounds after each prompt (default: 8)")
+    _add_scan_flags(dustin)
+    _add_shared_flags(dustin)
+
+
+def _add_scan_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", metavar="TOKENS", help="of needle prompts (default: 1024, 2048, 4096 ...)")
+    add("--depths", type=int, default=10, help="depths of the needle per length (default: 10)")
+    add("--repeats", type=int, default=1, help="needles per length and depth (default: 1)")
+    add("--chat", action="store_true", help="wrap needle prompts in the model's chat template")
+
+
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--plot", type=Path, metavar="FILE", help="draw the result")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
+    add("--seed", type=int, default=0, help="default: 0")
+
+
+def _heads(args: argparse.Namespace) -> int:
+    from jaxspec.calibration.plots import check_plot, plot_heads
+    from jaxspec.calibration.records import check_output
+
+    check_plot(args.plot)
+    check_output(args.out, "--out")
+    record = _scan(args, args.model, _load(args, args.model), args.out)
+    if args.plot is not None:
+        plot_heads(args.plot, record)
+    print(f"{args.out}: {record['answered']} of {len(record['recall'])} needles answered")
+    return 0
+
+
+def _dustin(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from jaxspec.calibration.configure import configure
+    from jaxspec.calibration.needles import read_texts
+    from jaxspec.calibration.plots import check_plot, plot_arr
+    from jaxspec.calibration.records import HEADS, check_output, model_hash, read_record
+    from jaxspec.cli.methods import check_vocabularies
+    from jaxspec.methods import Models
+
+    check_plot(args.plot)
+    check_output(args.out, "--out")
+    given = [args.target_heads, args.draft_heads]
+    records = [None if path is None else read_record(path, HEADS) for path in given]
+    loaded = [_load(args, name) for name in (args.target, args.draft)]
+    check_vocabularies(*loaded)
+    texts = read_texts(args.text, _encoder(loaded[0]))
+    prompts = _prompts(args, texts, min(one.config.capacity_limit for one in loaded))
+    for i, (name, one) in enumerate(zip((args.target, args.draft), loaded, strict=True)):
+        if records[i] is None:
+            path = args.out.with_name(f"{args.out.stem}.{('target', 'draft')[i]}-heads.json")
+            records[i] = _scan(args, name, one, path, texts)
+        elif records[i]["model"]["hash"] != model_hash(one.model, one.params):
+            raise ValueError(f"{given[i]} holds the heads of another model than {name}")
+    models = Models(loaded[0].model, loaded[0].params, loaded[1].params)
+    record = configure(
+        (args.target, args.draft),
+        models,
+        loaded[1].model,
+        (records[0]["scores"], records[1]["scores"]),
+        prompts,
+        args.out,
+        budgets=args.budget,
+        num_draft=args.num_draft,
+        rounds=args.rounds,
+        progress=tqdm.write,
+    )
+    if args.plot is not None:
+        plot_arr(args.plot, record)
+    print(f"{args.out}: target heads {record['target_heads']}, draft heads {record['draft_heads']}, splits "
+          f"{record['splits']}; verification with them is lossy")  # fmt: skip
+    return 0
+
+
+def _load(args: argparse.Namespace, name: str) -> Any:
+    import jax
+
+    import jaxspec
+
+    loaded = jaxspec.load(name, dtype=args.dtype or ("float32" if jax.default_backend() == "cpu" else None))
+    if loaded.tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer")
+    return loaded
+
+
+def _encoder(loaded: Any) -> Any:
+    return lambda text: loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _scan(
+    args: argparse.Namespace, name: str, loaded: Any, path: Path, texts: list[list[int]] | None = None
+) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from jaxspec.calibration.needles import chat_ends, filler, read_texts
+    from jaxspec.calibration.scan import Scan, default_lengths, scan_heads
+    from jaxspec.methods import Models
+
+    encode = _encoder(loaded)
+    lengths = tuple(args.lengths or default_lengths(loaded.config.capacity_limit))
+    if texts is None:
+        # about 1.3 tokens a word; more than enough for the longest prompt to begin anywhere
+        texts = read_texts(args.text, encode) or [encode(filler(2 * max(lengths), args.seed))]
+    wrap = chat_ends(loaded.tokenizer) if args.chat else ("", "")
+    with tqdm(desc=f"needles for {Path(name).name}", unit="needle", file=sys.stderr) as bar:
+
+        def show(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        scan = Scan(lengths, args.depths, args.repeats, args.seed)
+        models = Models(loaded.model, loaded.params)
+        return scan_heads(name, models, encode, texts, scan, path, wrap=wrap, eos_ids=loaded.eos_ids, progress=show)
+
+
+def _prompts(args: argparse.Namespace, texts: list[list[int]], limit: int) -> list[list[int]]:
+    """A prompt per text and context length, from the middle of texts that are long enough."""
+    room = limit - (args.rounds + 1) * (args.num_draft + 1) - 2
+    contexts = args.contexts or [n for n in CONTEXTS if n <= room]
+    if max(contexts) > room:
+        raise ValueError(f"--contexts must be at most {room} tokens with these models, got {max(contexts)}")
+    prompts = []
+    for text in texts:
+        for context in contexts:
+            if len(text) >= context:
+                start = (len(text) - context) // 2
+                prompts.append(text[start : start + context])
+    if not prompts or (args.contexts and max(map(len, prompts)) < max(contexts)):
+        raise ValueError(f"--text: the longest text has {max(map(len, texts))} tokens, {max(contexts)} are needed")
+    return prompts

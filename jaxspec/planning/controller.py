@@ -1,0 +1,184 @@
+"""When `KnapSpec` plans anew, and whether the new plan is worth its compile time. Host only."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.planning.latency import LatencyProfile, expected_tokens
+from jaxspec.planning.plan import Plan, Planned, plan, search_plan
+from jaxspec.replanning import Run
+from jaxspec.types import DecodeState, Finish
+
+if TYPE_CHECKING:
+    from jaxspec.methods.knapspec import KnapSpec
+
+
+@dataclass
+class _Memory:
+    """What is remembered from one call to the next."""
+
+    profile: LatencyProfile
+    plan: Plan | None = None  # what drafts now
+    waiting: Plan | None = None  # chosen, and compiling in the background
+    planned_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last planning
+    plan_seconds: float = 0.0  # of the last planning
+    counts: dict[str, Any] = field(default_factory=dict)  # at the last call
+
+
+def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
+    """`KnapSpec.replan`: the method with the plan to go on with, and the state, which holds the plan where traced.
+
+    Plans before the first round; afterwards if planning is due and has taken at most `planner_share` of the decoding
+    time so far, this one included. Each planning leaves a record in `run.log`.
+    """
+    memory = run.memory.get("knapspec")
+    if memory is None:
+        memory = run.memory["knapspec"] = _Memory(_profile(method, run))
+        started = time.perf_counter()
+        search_plan.lower(*_arguments(method, run, memory)).compile()
+        run.compile_seconds += time.perf_counter() - started
+    acceptance = _acceptance(memory, run.state)
+    if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
+        memory.plan, memory.waiting = memory.waiting, None
+    if memory.plan is None or _is_due(method, run, memory):
+        _consider(method, run, memory, acceptance)
+    return _with(method, run, memory.plan)
+
+
+def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float | None) -> None:
+    """Plans, and takes the plan over where that pays."""
+    found, seconds = _plan(method, run, memory)
+    length = _mean_length(run.state)
+    memory.planned_at, memory.plan_seconds = (run.rounds, length), seconds
+    record = {
+        "round": run.rounds,
+        "length": length,
+        "seconds": seconds,
+        "weights": found.weights,
+        "attn": found.plan.attn,
+        "mlp": found.plan.mlp,
+        "num_draft": found.plan.num_draft,
+        "predicted_acceptance": found.alpha,
+        "predicted_tokens_per_second": found.tokens_per_second,
+        "predicted_plain_tokens_per_second": found.plain_tokens_per_second,
+        "measured_acceptance_before": acceptance,
+    }
+    record["taken"] = _take(method, run, memory, found, acceptance)
+    run.log.append(record)
+
+
+def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, acceptance: float | None) -> str:
+    """Takes a plan over or not; returns which, for the record."""
+    if memory.plan is None:
+        memory.plan = found.plan
+        run.prepare(method.with_plan(None if method.execution == "traced" else found.plan), background=False)
+        return "first"
+    if found.plan == memory.plan:
+        return "same"
+    if method.execution == "traced":
+        memory.plan = found.plan
+        return "changed"
+    old = rate_of(memory.profile, memory.plan, acceptance, _mean_length(run.state), method.sparse)
+    state = run.state
+    active = np.asarray(state.finish) == Finish.RUNNING
+    left = float(np.mean(run.max_new_tokens - np.asarray(state.num_tokens)[active])) if active.any() else 0.0
+    saved = left / old - left / found.tokens_per_second
+    executed = method.with_plan(found.plan)
+    cost = 0.0 if run.is_ready(executed) else run.longest_compile_seconds
+    background = method.compile_in == "background"
+    # in the background compiling costs nothing but the tokens that the old plan decodes meanwhile
+    worth = saved > 0 and left / old > cost if background else saved > cost
+    if not worth:
+        return "not worth it"
+    if run.prepare(executed, background=background):
+        memory.plan, memory.waiting = found.plan, None
+        return "changed"
+    memory.waiting = found.plan
+    return "compiling"
+
+
+def rate_of(profile: LatencyProfile, plan: Plan, acceptance: float | None, n: float, sparse: bool) -> float:
+    """Predicted tokens per second and sequence of a plan.
+
+    Args:
+        profile: measured latencies.
+        plan: the plan.
+        acceptance: the chance that a draft token is accepted; None counts as 0.
+        n: context length.
+        sparse: drafts attend to selected rows.
+    """
+    tokens = float(expected_tokens(float(acceptance or 0.0), plan.num_draft))
+    return tokens / float(profile.round(plan.num_attention, plan.num_mlp, plan.num_draft, n, sparse))
+
+
+def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, DecodeState]":
+    if method.execution == "static":
+        return method.with_plan(chosen), run.state
+    from jaxspec.methods.knapspec import traced_plan  # which imports this package
+
+    state = run.state
+    return method.with_plan(None), state.replace(method_state=traced_plan(chosen, state.method_state.selection))
+
+
+def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
+    rounds, length = memory.planned_at
+    grown = _mean_length(run.state) >= method.growth * length
+    due = grown or run.rounds - rounds >= method.replan_every
+    return due and run.replan_seconds + memory.plan_seconds <= method.planner_share * run.decode_seconds
+
+
+def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
+    started = time.perf_counter()
+    *arguments, profile, options, sparse = _arguments(method, run, memory)
+    found = plan(*arguments, profile, options, sparse=sparse)
+    seconds = time.perf_counter() - started
+    run.replan_seconds += seconds
+    return found, seconds
+
+
+def _arguments(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Any, ...]:
+    state, request = run.state, run.request
+    # a done row's length is that of its own text, so its tokens serve as well as any
+    tokens = (request.prompt, request.prompt_length, state.tokens, state.length)
+    return run.models, state.cache, *tokens, memory.profile, method.planner_options, method.sparse
+
+
+def _acceptance(memory: _Memory, state: DecodeState) -> float | None:
+    """The chance that a draft token was accepted since the last call: accepted / (accepted + rejected); None without
+    drafts."""
+    names = ("rounds", "accepted", "drafted")
+    now = {name: np.asarray(getattr(state.stats, name)).astype(np.int64) for name in names}
+    before, memory.counts = memory.counts.get("rounds", np.zeros_like(now["rounds"])), now
+    round_ = np.arange(now["drafted"].shape[1])
+    new = (round_ >= before[:, None]) & (round_ < now["rounds"][:, None])
+    accepted = int(now["accepted"][new].sum())
+    rejected = int(np.sum(now["accepted"][new] < now["drafted"][new]))
+    return accepted / (accepted + rejected) if accepted + rejected else None
+
+
+def _mean_length(state: DecodeState) -> float:
+    return float(np.mean(np.asarray(state.length)))
+
+
+def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:
+    """The given profile, checked, or a measured one."""
+    config, batch = run.models.target.config, run.state.length.shape[0]
+    profile = method.profile
+    if not profile:
+        from jaxspec.planning.measure import measured_profile
+
+        started = time.perf_counter()
+        longest = run.request.prompt.shape[1] + run.max_new_tokens
+        profile = measured_profile(run.models, batch, longest, method.max_draft, method.selection or None)
+        print(f"jaxspec: measured latencies for KnapSpec in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    if profile.num_layers != config.num_layers:
+        layers = f"{profile.num_layers} layers, this one has {config.num_layers}"
+        raise ValueError(f"KnapSpec profile is of a model with {layers}")
+    if profile.batch != batch:
+        raise ValueError(f"KnapSpec profile was measured at batch {profile.batch}, this run has batch {batch}")
+    if method.sparse and (profile.selected is None or profile.scoring is None):
+        raise ValueError("KnapSpec profile lacks sparse attention: measure it with the same --selection")
+    return profile
