@@ -61,26 +61,20 @@ def time_sparse(run: Run, case: tuple) -> None:
 
     def ours(blocks):
         call = functools.partial(sparse_triton.sparse_attention, **options, blocks=blocks, interpret=run.tiny)
-        return loop(lambda q, k, v, table: call(q, k, v, table, start), q, sets, nbytes)
+        return loop(lambda q, k, v, table: call(q, k, v, table[None], start, layer=0), q, sets, nbytes)
 
     chosen = sparse_blocks.choose_block_sizes(batch, rows, kv_heads, group, listed, window, head_dim, q.dtype)
     report(f"ours {brief(chosen)}", lambda: ours(chosen))
     change = functools.partial(dataclasses.replace, chosen)
     steps = -(-(listed + window) // chosen.block_m)
+    splits = sorted({1, 2, chosen.num_splits, 2 * chosen.num_splits, max(1, steps // 2), steps})
     options_for = [
-        change(num_splits=1),
-        change(num_splits=2),
-        change(num_splits=max(1, steps // 2)),
-        change(num_splits=steps),
-        change(num_stages=4),
-        change(num_stages=5),
-        change(num_splits=2, num_stages=4),
-        change(num_splits=2 * chosen.num_splits, num_stages=4),
-        change(num_splits=max(1, chosen.num_splits // 2), num_stages=5),
-        change(num_stages=2),
-        change(block_m=32, num_stages=5),
-        change(block_m=128, num_stages=3),
-        change(block_m=128, num_stages=4),
+        *(change(num_splits=n) for n in splits),
+        *(change(num_splits=n, num_stages=4) for n in splits[:4]),
+        *(change(num_splits=n, num_stages=5, block_m=32) for n in splits[:4]),
+        *(change(num_splits=n, block_m=128, num_stages=2) for n in splits[:3]),
+        *(change(num_splits=n, num_warps=chosen.num_warps // 2) for n in splits[1:4]),
+        *(change(num_splits=n, num_warps=chosen.num_warps // 2, block_m=32, num_stages=4) for n in splits[1:4]),
         change(find_end=not chosen.find_end),
     ]
     for blocks in dict.fromkeys(options_for) if run.candidates else ():

@@ -33,7 +33,7 @@ def top_rows(scores: Array, valid: Array, k: Array, width: int, backend: str | N
     """The k[b] best of rows 0..valid[b]-1 in every layer, in one call over all layers.
 
     Args:
-        scores: float32 [L, B, S].
+        scores: float32 or bfloat16 [L, B, S].
         valid: int32 [B].
         k: int32 [B].
         width: static size of the result.

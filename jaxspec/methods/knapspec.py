@@ -14,7 +14,7 @@ from jaxspec.methods.quest import Quest
 from jaxspec.methods.streaming import Streaming
 from jaxspec.methods.vegas import Vegas
 from jaxspec.planning.latency import LatencyProfile, load_profile
-from jaxspec.planning.plan import Plan, PlannerOptions, search_plan
+from jaxspec.planning.plan import Plan, PlannerOptions, check_profile, search_plan
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, LayerMask, Verdict
 
@@ -160,8 +160,10 @@ class KnapSpec(Method):
             return inner
         if self.plans_itself:
             emitted = jnp.zeros((prompt.shape[0], 1), jnp.int32)
-            arguments = (prompt, prompt_length, emitted, prompt_length, self.profile, self.planner_options, self.sparse)
-            found = search_plan(models, out.cache, *arguments)
+            check_profile(self.profile, models)
+            arguments = (prompt, prompt_length, emitted, prompt_length)
+            costs = self.profile.costs(self.sparse)
+            found = search_plan(models, out.cache, *arguments, costs=costs, options=self.planner_options)
             attn, mlp = found.frontier.attn[found.cell], found.frontier.mlp[found.cell]
             return TracedPlan(attn, mlp, found.num_draft.astype(jnp.int32), inner)
         plan = self.plan or Plan((True,) * num_layers, (True,) * num_layers, 0)

@@ -79,5 +79,8 @@ class Vegas(Method):
         k = budget(self.rho, self.min_keep, length, valid)
         width = buffer_width(self.rho, self.min_keep, scores.shape[-1])
         # newer than `valid` are the accepted drafts of the scored round and those in flight
+        # rounded as everything else of a 16-bit model is, which halves the passes of the selection
+        if models.params["embedding"].dtype.itemsize == 2:
+            scores = scores.astype(jnp.bfloat16)
         rows = top_rows(scores, valid, k, width, models.target.backend)
         return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1))

@@ -115,14 +115,15 @@ class Attention(nn.Module):
         else:
             if isinstance(selection, KVSelector):
                 positions = start[:, None] + jnp.arange(x.shape[1])
-                rows = selection.select(self.layer, q, cache, positions, selection.state)
+                rows, layer = selection.select(self.layer, q, cache, positions, selection.state), None
             else:
-                rows = selection.rows[min(self.layer, selection.rows.shape[0] - 1)]
+                rows, layer = selection.rows, min(self.layer, selection.rows.shape[0] - 1)
             out = sparse_attention(
                 q,
                 *cache,
                 rows,
                 start,
+                layer=layer,
                 valid=selection.valid,
                 window=selection.window,
                 scale=scale,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.planning.latency import LatencyProfile, expected_tokens
-from jaxspec.planning.plan import Plan, Planned, plan, search_plan
+from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
+from jaxspec.planning.plan import Plan, Planned, check_profile, plan, search_plan
 from jaxspec.replanning import Run
 from jaxspec.types import DecodeState, Finish
 
@@ -38,7 +38,8 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     if memory is None:
         memory = run.memory["knapspec"] = _Memory(_profile(method, run))
         started = time.perf_counter()
-        search_plan.lower(*_arguments(method, run, memory)).compile()
+        costs = memory.profile.costs(method.sparse)
+        search_plan.lower(*_arguments(run), costs, method.planner_options).compile()
         run.compile_seconds += time.perf_counter() - started
     acceptance = _acceptance(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
@@ -81,7 +82,8 @@ def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, accepta
     if method.execution == "traced":
         memory.plan = found.plan
         return "changed"
-    old = rate_of(memory.profile, memory.plan, acceptance, _mean_length(run.state), method.sparse)
+    costs = memory.profile.costs(method.sparse)
+    old = rate_of(costs, memory.plan, acceptance, _mean_length(run.state))
     state = run.state
     active = np.asarray(state.finish) == Finish.RUNNING
     left = float(np.mean(run.max_new_tokens - np.asarray(state.num_tokens)[active])) if active.any() else 0.0
@@ -100,18 +102,17 @@ def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, accepta
     return "compiling"
 
 
-def rate_of(profile: LatencyProfile, plan: Plan, acceptance: float | None, n: float, sparse: bool) -> float:
+def rate_of(costs: RoundCosts, plan: Plan, acceptance: float | None, n: float) -> float:
     """Predicted tokens per second and sequence of a plan.
 
     Args:
-        profile: measured latencies.
+        costs: measured latencies.
         plan: the plan.
         acceptance: the chance that a draft token is accepted; None counts as 0.
         n: context length.
-        sparse: drafts attend to selected rows.
     """
     tokens = float(expected_tokens(float(acceptance or 0.0), plan.num_draft))
-    return tokens / float(profile.round(plan.num_attention, plan.num_mlp, plan.num_draft, n, sparse))
+    return tokens / float(costs.round(plan.num_attention, plan.num_mlp, plan.num_draft, n))
 
 
 def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, DecodeState]":
@@ -132,18 +133,15 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
 
 def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
     started = time.perf_counter()
-    *arguments, profile, options, sparse = _arguments(method, run, memory)
-    found = plan(*arguments, profile, options, sparse=sparse)
+    found = plan(*_arguments(run), memory.profile, method.planner_options, sparse=method.sparse)
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
     return found, seconds
 
 
-def _arguments(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Any, ...]:
+def _arguments(run: Run) -> tuple[Any, ...]:
     state, request = run.state, run.request
-    # a done row's length is that of its own text, so its tokens serve as well as any
-    tokens = (request.prompt, request.prompt_length, state.tokens, state.length)
-    return run.models, state.cache, *tokens, memory.profile, method.planner_options, method.sparse
+    return run.models, state.cache, request.prompt, request.prompt_length, state.tokens, state.length
 
 
 def _acceptance(memory: _Memory, state: DecodeState) -> float | None:
@@ -165,7 +163,7 @@ def _mean_length(state: DecodeState) -> float:
 
 def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:
     """The given profile, checked, or a measured one."""
-    config, batch = run.models.target.config, run.state.length.shape[0]
+    batch = run.state.length.shape[0]
     profile = method.profile
     if not profile:
         from jaxspec.planning.measure import measured_profile
@@ -174,11 +172,8 @@ def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:
         longest = run.request.prompt.shape[1] + run.max_new_tokens
         profile = measured_profile(run.models, batch, longest, method.max_draft, method.selection or None)
         print(f"jaxspec: measured latencies for KnapSpec in {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    if profile.num_layers != config.num_layers:
-        layers = f"{profile.num_layers} layers, this one has {config.num_layers}"
-        raise ValueError(f"KnapSpec profile is of a model with {layers}")
+    check_profile(profile, run.models)
     if profile.batch != batch:
         raise ValueError(f"KnapSpec profile was measured at batch {profile.batch}, this run has batch {batch}")
-    if method.sparse and (profile.selected is None or profile.scoring is None):
-        raise ValueError("KnapSpec profile lacks sparse attention: measure it with the same --selection")
+    profile.costs(method.sparse)  # raises where the profile lacks the selection's figures
     return profile

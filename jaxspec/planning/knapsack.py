@@ -18,6 +18,7 @@ from pallas_kernels import rope_and_cache
 
 CHUNK = 1024  # prefix rows per step of the branches' attention
 HEAD_CELLS = 8  # cells per step of the output head
+WIDTH_STEP = 16  # cells by which the state grows: few distinct shapes compile faster
 
 
 class Frontier(NamedTuple):
@@ -81,7 +82,7 @@ def knapsack(
                 alive &= score >= tau
                 continue
             width = state.shape[1]
-            cell = jnp.arange(min(cells, width + max_weight))
+            cell = jnp.arange(min(cells, -(-(width + max_weight) // WIDTH_STEP) * WIDTH_STEP))
             source = cell - weights[kinds[0]]
             old, same = jnp.clip(source, 0, width - 1), jnp.minimum(cell, width - 1)
             can_skip = (source >= 0) & (source < width) & alive[old] & (cell <= limit)

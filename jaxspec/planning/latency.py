@@ -26,6 +26,36 @@ class Line(NamedTuple):
         return self.slope * n + self.intercept
 
 
+class RoundCosts(NamedTuple):
+    """The latency model of one kind of drafts. Its values may be traced, so that new figures do not recompile."""
+
+    num_layers: Any
+    rows: Any  # query rows of the measured verification
+    attention: Line
+    mlp: Any
+    head: Any
+    verify_attention: Line
+    verify_mlp: Any
+    verify_head: Any
+    overhead: Any
+    draft_attention: Line  # of a draft step, over all rows or selected ones
+    scoring: Line  # per layer and round; 0 where nothing is selected
+
+    def draft_step(self, num_attention: Any, num_mlp: Any, n: Any) -> Any:
+        """Seconds of one draft step that runs so many sublayers of each kind at context length n."""
+        return num_attention * self.draft_attention.at(n) + num_mlp * self.mlp + self.head
+
+    def verify(self, num_draft: Any, n: Any) -> Any:
+        """Seconds of verifying `num_draft` drafts, num_draft + 1 query rows, at context length n."""
+        one = self.num_layers * (self.attention.at(n) + self.mlp) + self.head
+        most = self.num_layers * (self.verify_attention.at(n) + self.verify_mlp) + self.verify_head
+        return one + (most - one) * num_draft / (self.rows - 1) + self.num_layers * self.scoring.at(n)
+
+    def round(self, num_attention: Any, num_mlp: Any, num_draft: Any, n: Any) -> Any:
+        """Seconds of a whole round at context length n; without drafts, of a plain step."""
+        return num_draft * self.draft_step(num_attention, num_mlp, n) + self.verify(num_draft, n) + self.overhead
+
+
 @dataclass(frozen=True)
 class LatencyProfile:
     """Seconds of a model's parts at one batch size and dtype on one device. Hashable, so that a method may hold it.
@@ -72,31 +102,20 @@ class LatencyProfile:
         if self.mlp + self.attention.at(1) <= 0 or self.verify_mlp + self.verify_attention.at(1) <= 0:
             raise ValueError("latency profile: a layer must take time, got 0 seconds for attention and MLP")
 
-    def draft_attention(self, n: Any, sparse: bool) -> Any:
-        """Seconds of one attention sublayer of a draft step at context length n, over all rows or selected ones.
+    def costs(self, sparse: bool = False) -> RoundCosts:
+        """The latency model of rounds whose drafts attend to all rows, or with `sparse` to selected ones.
 
         Raises:
-            ValueError: sparse attention was not measured.
+            ValueError: `sparse`, and no selection was measured.
         """
-        if sparse and self.selected is None:
-            raise ValueError("the latency profile has no figures of a selection: measure it with the same selection")
-        return self.selected.at(n) if sparse else self.attention.at(n)
-
-    def draft_step(self, num_attention: Any, num_mlp: Any, n: Any, sparse: bool = False) -> Any:
-        """Seconds of one draft step that runs so many sublayers of each kind at context length n."""
-        return num_attention * self.draft_attention(n, sparse) + num_mlp * self.mlp + self.head
-
-    def verify(self, num_draft: Any, n: Any, scored: bool = False) -> Any:
-        """Seconds of verifying `num_draft` drafts, num_draft + 1 query rows, at context length n."""
-        one = self.num_layers * (self.attention.at(n) + self.mlp) + self.head
-        most = self.num_layers * (self.verify_attention.at(n) + self.verify_mlp) + self.verify_head
-        scoring = self.num_layers * self.scoring.at(n) if scored and self.scoring is not None else 0.0
-        return one + (most - one) * num_draft / (self.rows - 1) + scoring
-
-    def round(self, num_attention: Any, num_mlp: Any, num_draft: Any, n: Any, sparse: bool = False) -> Any:
-        """Seconds of a whole round at context length n; with no drafts, of a plain step."""
-        drafts = num_draft * self.draft_step(num_attention, num_mlp, n, sparse)
-        return drafts + self.verify(num_draft, n, sparse) + self.overhead
+        if sparse and (self.selected is None or self.scoring is None):
+            raise ValueError("the latency profile lacks sparse attention: measure it with the same selection")
+        names = [name for name in RoundCosts._fields if name not in ("draft_attention", "scoring")]
+        return RoundCosts(
+            **{name: getattr(self, name) for name in names},
+            draft_attention=self.selected if sparse else self.attention,
+            scoring=self.scoring if sparse else Line(0.0, 0.0),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.methods.base import Models
 from jaxspec.planning.knapsack import Frontier, knapsack, reference_tokens
-from jaxspec.planning.latency import LatencyProfile, expected_tokens
+from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
 from jaxspec.types import Array, KVCache, LayerMask
 
 
@@ -136,11 +136,20 @@ def plan(
     Raises:
         ValueError: the profile is that of a model with another number of layers, or lacks what `sparse` needs.
     """
-    search = search_plan(models, cache, prompt, prompt_length, emitted, length, profile, options, sparse)
+    check_profile(profile, models)
+    costs = profile.costs(sparse)
+    search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options)
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 
-@partial(jax.jit, static_argnums=(6, 7, 8))
+def check_profile(profile: LatencyProfile, models: Models) -> None:
+    """Raises ValueError if the profile is that of a model with another number of layers."""
+    num_layers = models.target.config.num_layers
+    if profile.num_layers != num_layers:
+        raise ValueError(f"the latency profile is of a model with {profile.num_layers} layers, this one: {num_layers}")
+
+
+@partial(jax.jit, static_argnames="options")
 def search_plan(
     models: Models,
     cache: KVCache,
@@ -148,19 +157,16 @@ def search_plan(
     prompt_length: Array,
     emitted: Array,
     length: Array,
-    profile: LatencyProfile,
+    costs: RoundCosts,
     options: PlannerOptions,
-    sparse: bool,
 ) -> Search:
-    """`plan` as one program, which may be part of a larger one; the arguments are those of `plan`."""
+    """`plan` as one program, which may be part of a larger one; `costs` are traced, the others as in `plan`."""
     num_layers = models.target.config.num_layers
-    if profile.num_layers != num_layers:
-        raise ValueError(f"the latency profile is of a model with {profile.num_layers} layers, this one: {num_layers}")
     tokens, start, valid = reference_tokens(prompt, prompt_length, emitted, length, options.reference_tokens)
     n = jnp.mean(length.astype(jnp.float32))
     blocks = options.items == "blocks"
     most = 1 if blocks else largest_weight(num_layers, options)
-    weights = jnp.ones(2, jnp.int32) if blocks else sublayer_weights(profile, n, most, sparse)
+    weights = jnp.ones(2, jnp.int32) if blocks else sublayer_weights(costs, n, most)
     total = num_layers * (1 if blocks else jnp.sum(weights))
     limit = jnp.minimum(jnp.floor(options.max_skipped * total).astype(jnp.int32), options.max_cells - 1)
     frontier = knapsack(
@@ -180,16 +186,16 @@ def search_plan(
     ran = jnp.sum(frontier.attn, axis=1)[:, None], jnp.sum(frontier.mlp, axis=1)[:, None]
     g = jnp.arange(options.max_draft + 1)
     gained = expected_tokens(alpha[:, None], g)
-    rate = gained / profile.round(*ran, g, n, sparse)
+    rate = gained / costs.round(*ran, g, n)
     value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
     value = jnp.where(frontier.alive[:, None], value, -jnp.inf)
     best = jnp.argmax(value)
     return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
 
 
-def sublayer_weights(profile: LatencyProfile, n: Any, clip: int, sparse: bool = False) -> Array:
+def sublayer_weights(costs: RoundCosts, n: Any, clip: int) -> Array:
     """int32 [2]: weights of an attention and an MLP sublayer at context length n, the smaller one 1, at most `clip`."""
-    seconds = jnp.stack([jnp.asarray(profile.draft_attention(n, sparse), jnp.float32), jnp.float32(profile.mlp)])
+    seconds = jnp.stack([jnp.asarray(x, jnp.float32) for x in (costs.draft_attention.at(n), costs.mlp)])
     smaller = jnp.maximum(jnp.min(seconds), 1e-12)
     return jnp.clip(jnp.round(seconds / smaller), 1, clip).astype(jnp.int32)
 

@@ -60,7 +60,9 @@ def _attention_kernel(
         mask=in_tile[:, None] & in_head[None, :],
         other=0.0,
     )
-    q = online.in_registers(q)
+    if request is not None:
+        # The scores' own shared memory would otherwise cost the second program of a multiprocessor.
+        q = online.in_registers(q)
     length = jnp.clip(start + last + 1, 0, capacity)
     steps = pl.cdiv(length, blocks.block_s)
     begin = steps * split // blocks.num_splits

@@ -14,6 +14,7 @@ def sparse_attention(
     rows: jax.Array,
     start: jax.Array,
     *,
+    layer: int | None = None,
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
@@ -30,8 +31,9 @@ def sparse_attention(
       k: [B, S, K, H] of q's dtype; N is a multiple of K and query head n reads kv head n // (N // K).
       v: [B, S, K, H] of q's dtype.
       rows: int32 [B, M], cache rows shared by all heads; negative entries are padding. No row twice, and with `valid`
-        none at or past valid[b]: a row that occurs twice counts twice.
+        none at or past valid[b]: a row that occurs twice counts twice. Or [L, B, M] with `layer`.
       start: int32 [B], position of query 0.
+      layer: which of L lists is meant; the kernel reads it in place, where a slice would be a copy per layer.
       valid: int32 [B], first of the recent rows, or None for no recent rows.
       window: static bound on the number of recent rows: start[b] + T - valid[b] <= window for every b. Rows past the
         bound are not read. Required with `valid`, and 0 without.
@@ -47,7 +49,13 @@ def sparse_attention(
     """
     backend = dispatch.resolve(backend)
     checks.attention_operands(q, k, v)
-    checks.int32("rows", rows, (q.shape[0], None), "[B,M]")
+    if layer is None:
+        checks.int32("rows", rows, (q.shape[0], None), "[B,M]")
+        rows, layer = rows[None], 0
+    else:
+        checks.int32("rows", rows, (None, q.shape[0], None), "[L,B,M] with layer")
+        if not 0 <= layer < rows.shape[0]:
+            raise ValueError(f"layer is {layer}; rows has layers 0 to {rows.shape[0] - 1}")
     checks.int32("start", start, (q.shape[0],), "[B]")
     if valid is not None:
         checks.int32("valid", valid, (q.shape[0],), "[B]")
@@ -59,9 +67,9 @@ def sparse_attention(
     if backend == "xla":
         from pallas_kernels.sparse_attention import reference
 
-        return reference.sparse_attention(q, k, v, rows, start, valid=valid, window=window, scale=scale)
+        return reference.sparse_attention(q, k, v, rows[layer], start, valid=valid, window=window, scale=scale)
     from pallas_kernels.sparse_attention import triton
 
     return triton.sparse_attention(
-        q, k, v, rows, start, valid=valid, window=window, scale=scale, interpret=backend == "interpret"
+        q, k, v, rows, start, layer=layer, valid=valid, window=window, scale=scale, interpret=backend == "interpret"
     )

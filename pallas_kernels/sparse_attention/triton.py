@@ -23,13 +23,14 @@ from pallas_kernels.tiling import ceil_div, power_of_two
 NOWHERE = 2**31 - 1
 
 
-def _last_entry(rows_ref: Any, batch: jax.Array, listed: int) -> jax.Array:
-    """Returns one more than the index of the last entry of rows [B,M] that is not padding."""
+def _last_entry(rows_ref: Any, layer: int, batch: jax.Array) -> jax.Array:
+    """Returns one more than the index of the last entry of rows [L,B,M] that is not padding."""
+    listed = rows_ref.shape[2]
     chunk = min(power_of_two(listed), 2048)
 
     def scan(step, end):
         slot = step * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        row = pltriton.load(rows_ref.at[batch, slot], mask=slot < listed, other=-1)
+        row = pltriton.load(rows_ref.at[layer, batch, slot], mask=slot < listed, other=-1)
         return jnp.maximum(end, jnp.max(jnp.where(row >= 0, slot + 1, 0)))
 
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(ceil_div(listed, chunk)), scan, jnp.int32(0))
@@ -44,18 +45,19 @@ def _sparse_kernel(
     *refs,
     scale: float,
     blocks: BlockSizes,
+    layer: int,
     window: int,
 ) -> None:
     """Attends one row tile to one split of the slots.
 
-    q [B,T,N,H]; k, v [B,S,K,H]; rows [B,M]; start [B]; then valid [B] with a window; then the results: out [B,T,N,H]
+    q [B,T,N,H]; k, v [B,S,K,H]; rows [L,B,M]; start [B]; then valid [B] with a window; then the results: out [B,T,N,H]
     with one split, else acc [B,C,T,N,H], top and total [B,C,T,N].
     """
     num_results = 1 if blocks.num_splits == 1 else 3
     results = refs[-num_results:]
     num_rows, heads, head_dim = q_ref.shape[1:]
     capacity, kv_heads = k_ref.shape[1:3]
-    group, listed = heads // kv_heads, rows_ref.shape[1]
+    group, listed = heads // kv_heads, rows_ref.shape[2]
     row_tiles = ceil_div(num_rows * group, blocks.rows)
     kv_head, row_tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
     split, batch = pl.program_id(1), pl.program_id(2)
@@ -75,12 +77,16 @@ def _sparse_kernel(
     length = jnp.clip(start + num_rows, 0, capacity)
     base_two = scale * math.log2(math.e)
 
-    def attend(step, state):
+    def listed_rows(step):
         slot = step * blocks.block_m + jnp.arange(blocks.block_m, dtype=jnp.int32)
         in_list = (slot >= window) & (slot < window + listed)
-        row = pltriton.load(rows_ref.at[batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
-        if window:
-            row = jnp.where(slot < window, valid + slot, row)
+        row = pltriton.load(rows_ref.at[layer, batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
+        return jnp.where(slot < window, valid + slot, row) if window else row
+
+    def attend(step, carry):
+        state, row = carry
+        # A step ahead: the address of a gather would otherwise wait for memory in the step itself.
+        next_row = listed_rows(step + 1)
         # Rows that no query sees are not even read: they may hold NaN.
         here = (row >= 0) & (row < length)
         mask = here[:, None]
@@ -94,15 +100,15 @@ def _sparse_kernel(
         logits = pltriton.dot(q, load(k_ref), trans_b=True, allow_tf32=False) * base_two
         row = jnp.where(here, row, NOWHERE)
         logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
-        return online.update(state, logits, lambda: load(v_ref))
+        return online.update(state, logits, lambda: load(v_ref)), next_row
 
     if blocks.find_end:
-        steps = pl.cdiv(window + _last_entry(rows_ref, batch, listed), jnp.int32(blocks.block_m))
+        steps = pl.cdiv(window + _last_entry(rows_ref, layer, batch), jnp.int32(blocks.block_m))
     else:
         steps = jnp.int32(ceil_div(window + listed, blocks.block_m))
     begin = steps * split // blocks.num_splits
     end = steps * (split + 1) // blocks.num_splits
-    state = jax.lax.fori_loop(begin, end, attend, online.initial(blocks.rows, column.size))
+    state, _ = jax.lax.fori_loop(begin, end, attend, (online.initial(blocks.rows, column.size), listed_rows(begin)))
 
     if blocks.num_splits == 1:
         out, _ = online.finish(state)
@@ -123,15 +129,16 @@ def sparse_attention(
     rows: jax.Array,
     start: jax.Array,
     *,
+    layer: int,
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See the public op; `blocks` overrides the choice for measurements."""
+    """See the public op, with rows [L,B,M]; `blocks` overrides the choice for measurements."""
     batch, num_rows, heads, head_dim = q.shape
-    kv_heads, listed = k.shape[2], rows.shape[1]
+    kv_heads, listed = k.shape[2], rows.shape[2]
     if head_dim > 256:
         raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
     group = heads // kv_heads
@@ -143,7 +150,7 @@ def sparse_attention(
         part = jax.ShapeDtypeStruct(parts, jnp.float32)
         shapes = (jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part)
     results = pl.pallas_call(
-        functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window),
+        functools.partial(_sparse_kernel, scale=scale, blocks=blocks, layer=layer, window=window),
         out_shape=shapes,
         grid=(kv_heads * ceil_div(num_rows * group, blocks.rows), blocks.num_splits, batch),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),

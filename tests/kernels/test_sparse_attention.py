@@ -83,8 +83,19 @@ def test_equals_float64(case, backend):
     ],
 )
 def test_every_cut_gives_the_same(blocks, backend):
-    run = functools.partial(triton.sparse_attention, blocks=blocks, interpret=backend == "interpret")
+    kernel = functools.partial(triton.sparse_attention, layer=0, blocks=blocks, interpret=backend == "interpret")
+    run = lambda q, k, v, rows, *rest, **options: kernel(q, k, v, rows[None], *rest, **options)  # noqa: E731
     check(*inputs(3, 5, 8, 64, 200, F16, 100, 7), 7, backend, run)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_the_list_of_a_layer(layer, backend):
+    def run(q, k, v, rows, *rest, **options):
+        lists = jnp.stack([jnp.zeros_like(rows)] * 3).at[layer].set(rows)
+        return sparse_attention(q, k, v, lists, *rest, layer=layer, backend=backend, **options)
+
+    check(*inputs(3, 1, 2, 64, 100, F32, 40, 7), 7, backend, run)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -140,6 +151,8 @@ def arguments(**changes):
         ({"rows": jnp.zeros((1, 5), jnp.int32)}, r"rows has shape \(1, 5\); it must be \[B,M\], here \[2, any >= 1\]"),
         ({"rows": jnp.zeros((2, 0), jnp.int32)}, r"rows has shape \(2, 0\)"),
         ({"rows": jnp.zeros((2, 5))}, "rows has dtype float32; allowed: int32"),
+        ({"layer": 0}, r"rows has shape \(2, 5\); it must be \[L,B,M\] with layer"),
+        ({"layer": 3, "rows": jnp.zeros((3, 2, 5), jnp.int32)}, "layer is 3; rows has layers 0 to 2"),
         ({"start": jnp.zeros((2, 1), jnp.int32)}, r"start has shape \(2, 1\); it must be \[B\]"),
         ({"valid": jnp.zeros(3, jnp.int32)}, r"valid has shape \(3,\); it must be \[B\]"),
         ({"window": 0}, "window is 0; with valid it must be at least 1"),

@@ -264,7 +264,7 @@ def test_under_a_callers_jit():
     ("options", "message"),
     [
         ({"profile": profile(batch=2)}, "measured at batch 2, this run has batch 3"),
-        ({"profile": profile(layers=7)}, "7 layers, this one has 3"),
+        ({"profile": profile(layers=7)}, "7 layers, this one: 3"),
         ({"profile": dataclasses.replace(profile(), selected=None), "selection": "vegas"}, "lacks sparse attention"),
         ({"plan": Plan((True,) * 4, (True,) * 4, 1)}, "plan is for 4 layers, the model has 3"),
     ],
