@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 
@@ -193,18 +192,19 @@ def test_no_command(capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def shell(*flags, prompt=b""):
-    """Exit code, standard output and standard error of the command as a process of its own."""
-    command = [sys.executable, "-m", "jaxspec.cli", "generate", *flags]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, input=prompt, capture_output=True, env=environment, timeout=120, check=False)
-    return result.returncode, result.stdout.decode(), result.stderr.decode()
-
-
-def test_as_a_process(checkpoint, greedy):
-    """The prompt through a pipe; nothing but the text on standard output."""
-    code, out, err = shell("--model", checkpoint.converted, "--max-new-tokens", str(NEW), prompt=PROMPT.encode())
-    assert (code, out) == (0, greedy[2] + "\n"), err
+@pytest.mark.parametrize("flags", [[], ["--method", "vegas", "--min-keep", "4", "--num-draft", "2"]])
+def test_as_a_process(flags, checkpoint, greedy, default_environment):
+    """The prompt through a pipe, nothing but the text on standard output, and the same text when XLA optimises."""
+    command = [sys.executable, "-m", "jaxspec.cli", "generate", "--model", checkpoint.converted, *flags]
+    result = subprocess.run(
+        [*command, "--max-new-tokens", str(NEW)],
+        input=PROMPT.encode(),
+        capture_output=True,
+        env={**default_environment, "JAX_PLATFORMS": "cpu"},
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout.decode()) == (0, greedy[2] + "\n"), result.stderr.decode()
 
 
 def test_a_reader_that_leaves_is_no_error(checkpoint):

@@ -110,9 +110,16 @@ def prompts(vocab=VOCAB - 1):
 
 def full_logits(models, tokens):
     """Teacher-forced logits [n, V] of one sequence, in one dense forward."""
-    tokens = jnp.asarray(tokens, jnp.int32)[None]
-    cache = init_cache(models.target.config, 1, tokens.shape[1], jnp.float32)
-    return np.asarray(models.forward(tokens, cache, jnp.int32(0)).logits[0], np.float64)
+    # one program for every length
+    width = -(-len(tokens) // 128) * 128
+    padded = np.pad(np.asarray(tokens, np.int32), (0, width - len(tokens)))
+    return np.asarray(_dense_logits(Models(models.target, models.params), padded)[: len(tokens)], np.float64)
+
+
+@jax.jit
+def _dense_logits(models, tokens):
+    cache = init_cache(models.target.config, 1, len(tokens), jnp.float32)
+    return models.forward(tokens[None], cache, jnp.int32(0)).logits[0]
 
 
 def assert_same_greedy(models, prompt, tokens, expected):
@@ -141,7 +148,7 @@ def one_round(models, state, request, method, layers):
 
 
 def rounds_of(case, sampling=GREEDY, num_rounds=5):
-    """Yields (state before, state after, draft, out, verdict, queries) of each round."""
+    """Yields (state before, state after, draft, out, verdict, queries) of each round, keys aside in NumPy."""
     prompt, length = prompts()
     models, keys = case.models, jax.random.key(3)
     request = check_request(
@@ -150,5 +157,10 @@ def rounds_of(case, sampling=GREEDY, num_rounds=5):
     state, _ = _prefill(models, request, case.method, ROUND_LIMIT)
     for _ in range(num_rounds):
         after, *rest = one_round(models, state, request, case.method, models.target.config.num_layers)
-        yield state, after, *rest
+        # every eager index into a JAX array would compile a program
+        yield jax.tree.map(_on_host, (state, after, *rest))
         state = after
+
+
+def _on_host(x):
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
