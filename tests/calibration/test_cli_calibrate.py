@@ -1,0 +1,149 @@
+"""`jaxspec calibrate`, and `jaxspec generate` with what it wrote; a tiny pair in place of checkpoints."""
+
+import json
+
+import numpy as np
+import pytest
+from calibration_cases import random_pair
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import jaxspec
+from jaxspec.calibration import scan
+from jaxspec.calibration.heads import Answers
+from jaxspec.checkpoint import Loaded
+from jaxspec.cli import main
+from jaxspec.cli import methods as cli_methods
+
+WORDS = {f"w{i}": i for i in range(19)}
+
+
+def tokenizer(words):
+    made = Tokenizer(WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.fixture(autouse=True)
+def checkpoints(monkeypatch):
+    models, draft = random_pair()
+    other = {f"w{18 - i}": i for i in range(19)}
+    loaded = {
+        "target": Loaded(models.target, models.params, tokenizer(WORDS), models.target.config, {}, (), {}),
+        "draft": Loaded(draft, models.draft_params, tokenizer(WORDS), draft.config, {}, (), {}),
+        "stranger": Loaded(draft, models.draft_params, tokenizer(other), draft.config, {}, (), {}),
+    }
+    for module in (jaxspec, cli_methods):
+        monkeypatch.setattr(module, "load", lambda path, **_: loaded[path])
+
+    def answered(models, needles, width, eos_ids=()):
+        config = models.target.config
+        mass = np.random.default_rng(config.num_layers).random((len(needles), config.num_layers, config.num_heads))
+        return Answers(np.zeros((len(needles), 4), np.int32), np.ones(len(needles)), mass)
+
+    monkeypatch.setattr(scan, "answer", answered)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(0, 19, 90)))
+    return str(path)
+
+
+def run(capsys, *args):
+    code = main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+SCAN = ("--lengths", "80", "--depths", "2")
+
+
+def test_heads(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "heads.json", tmp_path / "heads.png"
+    code, said, progress = run(capsys, "calibrate", "heads", "--model", "draft", "--out", out, "--plot", plot, *SCAN)
+    assert code == 0
+    assert "2 of 2 needles answered" in said
+    assert "2/2" in progress
+    record = json.loads(out.read_text())
+    assert (record["schema_version"], record["kind"], record["model"]["name"]) == (1, "retrieval-heads", "draft")
+    assert np.shape(record["scores"]) == (1, 4)
+    assert plot.stat().st_size > 5000
+
+
+def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "dustin.json", tmp_path / "arr.png"
+    code, said, _ = run(
+        capsys, "calibrate", "dustin", "--target", "target", "--draft", "draft", "--text", text, "--out", out,
+        "--budget", 32, "--contexts", 60, "--rounds", 2, "--num-draft", 2, "--plot", plot, *SCAN,
+    )  # fmt: skip
+    assert code == 0
+    assert "verification with them is lossy" in said
+    record = json.loads(out.read_text())
+    assert record["settings"]["num_draft"] == 2
+    assert plot.stat().st_size > 5000
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["arr.png", "dustin.draft-heads.json", "dustin.json", "dustin.target-heads.json", "text.txt"]
+
+    pair = ("--method", "dustin", "--draft", "draft", "--config", out)
+    shared = ("generate", "--model", "target", "--prompt-file", text, "--max-new-tokens", 8)
+    code, _, line = run(capsys, *shared, *pair)
+    assert code == 0
+    assert "| lossy |" in line
+    assert "tokens per round" in line
+    code, said, _ = run(capsys, *shared, *pair, "--json", "--sparse-drafts", "last", "--budget", 40)
+    result = json.loads(said)
+    assert result["lossless"] is False
+    options = {"budget": 40, "sparse_drafts": "last", "num_draft": 2, "sinks": 4, "window": 16}
+    assert options.items() <= result["options"].items()
+    assert "lossy" not in run(capsys, *shared)[2]
+
+
+def test_known_heads_are_not_scanned_again(capsys, tmp_path, text, monkeypatch):
+    heads = tmp_path / "heads.json"
+    assert run(capsys, "calibrate", "heads", "--model", "draft", "--out", heads, *SCAN)[0] == 0
+    shared = ("--target", "target", "--draft", "draft", "--text", text, "--out", tmp_path / "d.json")
+    code, _, err = run(capsys, "calibrate", "dustin", *shared, "--target-heads", heads, "--contexts", 60)
+    assert code == 2
+    assert "holds the heads of another model than target" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["heads", "--model", "draft", "--out", "/no/such/place/x.json"], "not a file in an existing directory"),
+        (["heads", "--model", "draft", "--out", "x.json", "--lengths", "600"], r"lengths must lie in 1..496"),
+        (["heads", "--model", "draft", "--out", "x.json", "--chat", *SCAN], "--chat needs a model whose tokenizer"),
+        (["dustin", "--target", "target", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
+        (["dustin", "--target", "target", "--draft", "draft", "--contexts", "500"], "--contexts must be at most 465"),
+        (["dustin", "--target", "target", "--draft", "draft", "--contexts", "95"], "the longest text has 90 tokens"),
+    ],
+)
+def test_wrong_input(capsys, tmp_path, monkeypatch, text, args, message):
+    monkeypatch.chdir(tmp_path)
+    more = ["--text", text, "--out", "x.json"] if args[0] == "dustin" else []
+    code, out, err = run(capsys, "calibrate", *args, *more)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "dustin", "--draft", "draft"], "needs target_heads: jaxspec calibrate dustin finds them"),
+        (["--method", "vegas", "--config", "x.json"], "--config does not apply to --method vegas"),
+        (["--method", "dustin", "--draft", "draft", "--config", "x.json"], "x.json: No such file"),
+        (["--method", "dustin"], "--method dustin needs --draft MODEL"),
+    ],
+)
+def test_wrong_flags_of_generate(capsys, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "generate", "--model", "target", "--prompt", "w1", *args)
+    assert code == 2
+    assert message in err
