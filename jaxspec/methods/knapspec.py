@@ -1,6 +1,7 @@
 """KnapSpec (arXiv 2602.20217): drafts skip the sublayers that a knapsack over measured latencies can spare."""
 
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -162,8 +163,11 @@ class KnapSpec(Method):
             emitted = jnp.zeros((prompt.shape[0], 1), jnp.int32)
             check_profile(self.profile, models)
             arguments = (prompt, prompt_length, emitted, prompt_length)
-            costs = self.profile.costs(self.sparse)
-            found = search_plan(models, out.cache, *arguments, costs=costs, options=self.planner_options)
+            costs, selection = self.profile.costs(self.sparse), None
+            if self.selection:
+                state = SimpleNamespace(cache=out.cache, length=prompt_length, method_state=inner)
+                selection = self.selection.draft_selection(models, state)
+            found = search_plan(models, out.cache, *arguments, costs, self.planner_options, selection)
             attn, mlp = found.frontier.attn[found.cell], found.frontier.mlp[found.cell]
             return TracedPlan(attn, mlp, found.num_draft.astype(jnp.int32), inner)
         plan = self.plan or Plan((True,) * num_layers, (True,) * num_layers, 0)
