@@ -159,7 +159,9 @@ def expected_tokens(alpha: Any, num_draft: Any) -> Any:
     rest = 1 - alpha
     near = rest < 1e-3
     fraction = (1 - alpha ** (num_draft + 1)) / xp.where(near, 1, rest)
-    series = (num_draft + 1) * (1 - rest * num_draft / 2 + rest * rest * num_draft * (num_draft - 1) / 6)
+    # binomial coefficients of (1 - rest)^(g + 1), up to the fourth
+    g = num_draft
+    series = (g + 1) * (1 - rest * g / 2 * (1 - rest * (g - 1) / 3 * (1 - rest * (g - 2) / 4)))
     return xp.where(num_draft == 0, 1.0, xp.where(near, series, fraction))
 
 
