@@ -48,9 +48,7 @@ def _case(report, models, texts: dict, context: int, batch: int, args) -> None:
                 **plan,
                 "predicted_speedup": predicted,
                 "predicted_tokens_per_second": batch * first["predicted_tokens_per_second"],
-                "speedup_without_planning": figures["tokens_per_second"]
-                * without_planning
-                / plain["tokens_per_second"],
+                "speedup_without_planning": decoding / plain["tokens_per_second"],
                 **figures,
             },
         )

@@ -10,7 +10,7 @@ from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.decode import generate
 from jaxspec.method_specs import load_method
-from jaxspec.methods import DraftModel, KnapSpec, Method, Plain, Quest, Streaming, Vegas
+from jaxspec.methods import DraftModel, Dustin, KnapSpec, Method, Plain, Quest, SelfDustin, Streaming, Vegas
 from jaxspec.models import Decoder, ModelConfig
 from jaxspec.planning import LatencyProfile, Plan
 from jaxspec.sampling import Sampling
@@ -22,6 +22,7 @@ __all__ = [
     "ConversionError",
     "Decoder",
     "DraftModel",
+    "Dustin",
     "Finish",
     "KnapSpec",
     "LatencyProfile",
@@ -33,6 +34,7 @@ __all__ = [
     "Plain",
     "Quest",
     "Sampling",
+    "SelfDustin",
     "Stats",
     "Streaming",
     "Vegas",

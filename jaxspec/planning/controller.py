@@ -69,7 +69,7 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float |
         "measured_acceptance_before": acceptance,
     }
     record["taken"] = _take(method, run, memory, found, acceptance)
-    run.log.append(record)
+    run.note(record)
 
 
 def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, acceptance: float | None) -> str:

@@ -130,3 +130,18 @@ def test_quest_reads_whole_pages_within_the_budget():
     gap = np.max(np.abs(out - dense.logits), axis=(1, 2))
     assert gap[0] > 1e-3
     assert gap[1] < 1e-5
+
+
+def test_refreshes_and_fallbacks_of_a_row_are_its_own():
+    """A row of a batch decodes and counts as it does alone, although one row that is due makes all of them run."""
+    case = make_case("dustin", 1, refresh_every=2, min_arr=0.6, sparse_drafts="last")
+    prompt, length = prompts()
+    keys = jax.random.split(jax.random.key(0), 3)
+    batch = case.generate(prompt, length, keys, max_new_tokens=16)
+    solo = case.generate(prompt[:1], length[:1], keys[:1], max_new_tokens=16)
+    np.testing.assert_array_equal(solo.tokens[0], batch.tokens[0])
+    assert batch.report.keys() == {"fallbacks", "checked", "agreed", "drift"}
+    for name, mine in solo.report.items():
+        np.testing.assert_allclose(mine[0], batch.report[name][0], atol=1e-5)
+    assert 0 < batch.report["fallbacks"][0] <= batch.stats.rounds[0]
+    assert 0 < batch.report["agreed"][0] <= batch.report["checked"][0] <= 15
