@@ -92,6 +92,7 @@ def time_scores(run: Run, case: tuple) -> None:
     length = jnp.full((batch,), capacity - rows, jnp.int32)
     positions = length[:, None] + jnp.arange(rows)
     chosen_heads = len({head // group for head in heads})
+    columns = max(16, 1 << (rows * len(heads) - 1).bit_length())
     nbytes = batch * capacity * chosen_heads * head_dim * 2 + 4 * batch * capacity
     print(f"\nattention_scores {name}: q {list(q.shape)} k {list(sets[0][0].shape)} heads {heads}", flush=True)
 
@@ -108,7 +109,7 @@ def time_scores(run: Run, case: tuple) -> None:
 
         return loop(step, q, sets, nbytes, extra=True)
 
-    chosen = scores_blocks.choose_block_sizes(batch, chosen_heads, capacity, head_dim, q.dtype)
+    chosen = scores_blocks.choose_block_sizes(batch, chosen_heads, capacity, head_dim, columns, q.dtype)
     ours = functools.partial(scores_triton.attention_scores, interpret=run.tiny)
     report(f"ours {brief(chosen)}", lambda: timed(functools.partial(ours, blocks=chosen)))
     change = functools.partial(dataclasses.replace, chosen)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.decode import generate
-from jaxspec.methods import DraftModel, KnapSpec, Method, Plain, Quest, Streaming, Vegas
+from jaxspec.methods import DraftModel, Dustin, KnapSpec, Method, Plain, Quest, SelfDustin, Streaming, Vegas
 from jaxspec.models import Decoder, ModelConfig
 from jaxspec.planning import LatencyProfile, Plan
 from jaxspec.sampling import Sampling
@@ -21,6 +21,7 @@ __all__ = [
     "ConversionError",
     "Decoder",
     "DraftModel",
+    "Dustin",
     "Finish",
     "KnapSpec",
     "LatencyProfile",
@@ -32,6 +33,7 @@ __all__ = [
     "Plain",
     "Quest",
     "Sampling",
+    "SelfDustin",
     "Stats",
     "Streaming",
     "Vegas",

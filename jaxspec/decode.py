@@ -79,7 +79,7 @@ def generate(
 def _generate(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> Output:
     state = prefill(models, request, method, max_new_tokens, logprobs)
     state = decode_all(models, state, request, method, max_new_tokens)
-    return finish_output(state, request, max_new_tokens)
+    return finish_output(state, request, max_new_tokens)._replace(report=method.report(state.method_state))
 
 
 def is_traced(arguments: Any) -> bool:
@@ -122,6 +122,7 @@ def decode_in_segments(
             # the prefill counts as round 0
             run.rounds = int(run.state.round) - 1
             run.decode_seconds += time.perf_counter() - started
+        run.measure()
     finally:
         run.close()
     return run.state, run

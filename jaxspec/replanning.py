@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxspec.methods.base import Method, Models
 from jaxspec.requests import Request
 from jaxspec.types import DecodeState
@@ -29,9 +31,11 @@ class Run:
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not
     longest_compile_seconds: float = 0.0  # of one method, waited for or not
     memory: dict[str, Any] = field(default_factory=dict)  # the method's own, from one `replan` to the next
-    log: list[dict[str, Any]] = field(default_factory=list)  # what the method notes of its plans; plain types
+    # what the method notes of its plans, and the tokens per second and sequence measured until the next one
+    log: list[dict[str, Any]] = field(default_factory=list)
     _compiled: dict[Method, Future] = field(default_factory=dict)
     _pool: ThreadPoolExecutor | None = None
+    _noted_at: tuple[float, float] = (0.0, 0.0)  # tokens per sequence and seconds at the last note
 
     def prepare(self, method: Method, *, background: bool) -> bool:
         """Has a method's rounds compiled; returns whether they are ready.
@@ -62,10 +66,22 @@ class Run:
         """Whether a method's rounds are compiled."""
         return method in self._compiled and self._compiled[method].done()
 
+    def note(self, record: dict[str, Any]) -> None:
+        """Adds to the log what holds from here on; plain types."""
+        self.measure()
+        self.log.append(record)
+
     def close(self) -> None:
         """Lets go of the compile thread; what it has begun it finishes."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def measure(self) -> None:
+        """Adds the tokens per second since the last note to that one."""
+        tokens, seconds = float(np.mean(np.asarray(self.state.stats.emitted))), self.decode_seconds
+        (tokens_before, seconds_before), self._noted_at = self._noted_at, (tokens, seconds)
+        if self.log and seconds > seconds_before:
+            self.log[-1]["measured_tokens_per_second"] = (tokens - tokens_before) / (seconds - seconds_before)
 
 
 def _timed_compile(lowered: Any) -> float:

@@ -83,7 +83,15 @@ def _rounds(
     state, this_round = _prefill(models, request, method, max_new_tokens)
     rounds = _Rounds(models, request, method, max_new_tokens, state, fused_step if timer is None else timer.step)
     del state
-    batch = request.keys.shape[0]
+    try:
+        yield from _chunks(rounds, this_round, request.keys.shape[0], texts, timer)
+    finally:
+        rounds.close()
+
+
+def _chunks(
+    rounds: "_Rounds", this_round: Any, batch: int, texts: list[TextStream] | None, timer: RoundTimer | None
+) -> Iterator[Chunk]:
     stopped = np.zeros(batch, bool)
     counted: dict[int, tuple[int, int]] = {}  # rounds and emitted tokens of the rows that a stop string ended
     next_round = None
@@ -99,8 +107,7 @@ def _rounds(
         done = not np.any(finish == Finish.RUNNING)
         chunk = Chunk(emitted, text, [Finish(f) for f in finish], _counted(stats, counted) if done else None)
         if done:
-            rounds.close()
-            chunk = chunk._replace(profile=None if timer is None else timer.profile(), plans=rounds.plans)
+            chunk = chunk._replace(profile=None if timer is None else timer.profile(), plans=rounds.plans())
         yield chunk
         if done:
             return
@@ -123,14 +130,19 @@ class _Rounds:
         self._run = Run(models, request, max_new_tokens, state, self._lower)
         self._segment_started = 0.0
 
-    @property
     def plans(self) -> list[dict[str, Any]] | None:
-        return self._run.log if self._method.segment_rounds else None
+        """The log of plans so far; None where the method does not replan."""
+        if not self._method.segment_rounds:
+            return None
+        self._run.decode_seconds += time.perf_counter() - self._segment_started
+        self._run.measure()
+        return self._run.log
 
     def next(self, stopped: Array) -> Any:
         models, request, max_new_tokens = self._arguments
         run, length = self._run, self._method.segment_rounds
         if length and run.rounds % length == 0:
+            # the clock goes on while the caller looks at a chunk, but a round is under way then
             jax.block_until_ready(run.state.round)
             if run.rounds:
                 run.decode_seconds += time.perf_counter() - self._segment_started

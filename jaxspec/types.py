@@ -148,3 +148,4 @@ class Output(NamedTuple):
     finish: Array  # int8 [B], see `Finish`
     stats: Stats
     logprobs: Array | None  # float32 [B, max_new_tokens]: log_softmax of the raw logits at each emitted token
+    report: dict[str, Array] | None = None  # what the method itself counted, see `Method.report`

@@ -5,6 +5,8 @@ from __future__ import annotations
 # Of one H200. Another card changes which cut is fastest, never what is computed.
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 227 * 1024
+# What a program needs besides its tiles: layout conversions, reductions and a kilobyte of the system's own.
+OTHER_SHARED_MEMORY = 12 * 1024
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -19,22 +21,20 @@ def power_of_two(n: int, at_least: int = 1) -> int:
 
 def resident_programs(tile_bytes: int, most: int = 2) -> int:
     """Returns how many programs run at once, each with `tile_bytes` of pipelined tiles in shared memory."""
-    # What a program needs besides its tiles: layout conversions, reductions and a kilobyte of the system's own.
-    per_program = tile_bytes + 12 * 1024
-    return MULTIPROCESSORS * max(1, min(most, SHARED_MEMORY // per_program))
+    return MULTIPROCESSORS * max(1, min(most, SHARED_MEMORY // (tile_bytes + OTHER_SHARED_MEMORY)))
 
 
-def choose_splits(programs: int, steps: int, resident: int, startup_steps: int = 4) -> int:
+def choose_splits(programs: int, steps: int, resident: int, startup_steps: int = 4, merge_steps: float = 5.0) -> int:
     """Returns how many programs should share the `steps` of each of `programs` equal loops.
 
     Models the time, in steps, as waves of `resident` programs, each as long as its share of the steps plus a fixed
-    start, plus the launch of a merge that grows slowly with the number of splits. The last wave is then nearly full: a
+    start, plus the launch of a merge, `merge_steps`, that grows slowly with the number of splits. The last wave is then nearly full: a
     few programs over one wave would cost as much as a second wave.
     """
 
     def cost(splits: int) -> float:
         waves = ceil_div(programs * splits, resident)
-        merge = 0.0 if splits == 1 else 5.0 + splits / 8
+        merge = 0.0 if splits == 1 else merge_steps * (1 + splits / 40)
         return waves * (ceil_div(steps, splits) + startup_steps) + merge
 
     most = max(1, min(steps // 2, ceil_div(2 * resident, programs)))

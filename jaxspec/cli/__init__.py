@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxspec import __version__
-from jaxspec.cli import calibrate, generate, verify
+from jaxspec.cli import calibrate, generate, profile, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     generate.add_command(commands)
     verify.add_command(commands)
     calibrate.add_command(commands)
+    profile.add_command(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

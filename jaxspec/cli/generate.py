@@ -106,9 +106,10 @@ def _generate(args: argparse.Namespace) -> int:
         print(flush=True)
         print(figures_line(figures, metrics, ended, jax.devices()[0], method.lossless), file=sys.stderr)
     if args.trace is not None:
-        write_trace(args.trace, {**run, "finish": ended, **figures}, chunk.stats, metrics)
+        plans = {} if chunk.plans is None else {"plans": chunk.plans}
+        write_trace(args.trace, {**run, "finish": ended, **figures, **plans}, chunk.stats, metrics)
     if args.plot is not None:
-        write_plot(args.plot, f"{args.method}, prompt of {len(ids)} tokens", chunk.stats, metrics)
+        write_plot(args.plot, f"{args.method}, prompt of {len(ids)} tokens", chunk.stats, metrics, chunk.plans)
     return 0
 
 

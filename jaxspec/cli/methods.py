@@ -78,7 +78,8 @@ def _configured(methods: dict[str, type[Method]]) -> set[str]:
 
 def option_values(method: Method) -> dict[str, Any]:
     """The values of a method's options, for records."""
-    return {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.metadata}
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.metadata}
+    return {name: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for name, v in values.items()}
 
 
 def _options(methods: dict[str, type[Method]]) -> dict[str, dict[str, dataclasses.Field]]:
@@ -95,6 +96,7 @@ def _defaults(users: dict[str, dataclasses.Field]) -> str:
     by_default: dict[Any, list[str]] = {}
     for name, field in users.items():
         by_default.setdefault(field.default, []).append(name)
+    by_default = {"none" if default == "" else default: names for default, names in by_default.items()}
     return "default: " + "; ".join(f"{default} with {', '.join(names)}" for default, names in by_default.items())
 
 

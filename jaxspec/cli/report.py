@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.cli.plans import draw_plans
 from jaxspec.metrics import Metrics
 from jaxspec.types import Stats
 
@@ -58,13 +59,18 @@ def write_trace(path: Path, record: dict[str, Any], stats: Stats, metrics: Metri
     path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def write_plot(path: Path, title: str, stats: Stats, metrics: Metrics) -> None:
-    """Draws acceptance by draft position and tokens per round over the run; the suffix chooses the format."""
+def write_plot(
+    path: Path, title: str, stats: Stats, metrics: Metrics, plans: list[dict[str, Any]] | None = None
+) -> None:
+    """Draws acceptance by draft position and tokens per round over the run, and plans where there were some; the
+    suffix chooses the format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 8 if plans else 4), layout="constrained")
     figure.suptitle(title)
-    left, right = figure.subplots(1, 2)
+    (left, right), *below = figure.subplots(2 if plans else 1, 2, squeeze=False)
+    if plans:
+        draw_plans(*below[0], plans)
     positions = [i for i, a in enumerate(metrics.acceptance_by_position) if a is not None]
     left.bar([i + 1 for i in positions], [metrics.acceptance_by_position[i] for i in positions], color="tab:blue")
     left.set(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.methods.base import Models
-from jaxspec.types import Array, Collect, DecodeState, KVCache
+from jaxspec.types import Array, Collect, DecodeState, Finish, KVCache
 
 CHUNK = 16  # query rows of one forward: the kernel of verification takes them in one tile
 
@@ -70,6 +70,7 @@ def run_refresh(
     capacity, length = state.cache[0].k.shape[1], state.length
     prompt_length = length + 1 - state.num_tokens
     row = jnp.arange(length.shape[0])[:, None]
+    running = (state.finish == Finish.RUNNING)[:, None]
 
     def token_at(place: Array) -> Array:
         emitted = state.tokens[row, jnp.clip(place - prompt_length[:, None], 0, state.tokens.shape[1] - 1)]
@@ -86,7 +87,7 @@ def run_refresh(
         newest = place == length[:, None] - 1
         at, found = jnp.argmax(newest, axis=1)[:, None], jnp.any(newest, axis=1)[:, None, None]
         queries = tuple(jnp.where(found, q[row, at][:, 0], old) for q, old in zip(out.queries, queries, strict=True))
-        counted = (place >= wanted[:, None]) & (place < length[:, None])
+        counted = (place >= wanted[:, None]) & (place < length[:, None]) & running
         after = token_at(place + 1)
         full = jnp.take_along_axis(out.logits, after[..., None], axis=-1)[..., 0]
         full -= jax.nn.logsumexp(out.logits, axis=-1)

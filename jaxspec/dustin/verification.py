@@ -193,7 +193,9 @@ class SparseVerification(Method):
         if self._draft_rows:
             q_pos = length[:, None] + jnp.arange(self.num_draft, dtype=jnp.int32)
             ahead = head_scores(queries, draft_cache, self.draft_heads, q_pos, length, models.target.backend)
-        return draft, cache, self._choose(models, cache, own, length, history, ahead)
+        own = self._choose(models, cache, own, length, history, ahead)
+        falls_back = (own.arr < self.min_arr) & (state.finish == Finish.RUNNING)
+        return draft, cache, own.replace(fallbacks=own.fallbacks + falls_back)
 
     def verify_collect(self, draft: Draft) -> Collect:
         return Collect(queries=layers_of(self._target_heads))
@@ -239,8 +241,16 @@ class SparseVerification(Method):
             queries=queries,
             refresh=refresh,
             rival=observe_rival(method_state.rival, out, length, self.num_draft),
-            fallbacks=method_state.fallbacks + (method_state.arr < self.min_arr),
         )
+
+    def report(self, method_state: SparseState) -> dict[str, Array]:
+        """`fallbacks`: rounds verified in full; of refreshes, `checked`: tokens compared with the full model, `agreed`:
+        those that are its likeliest, `drift`: mean difference of their log-probabilities, full against sparse."""
+        found = {"fallbacks": method_state.fallbacks} if self.min_arr > 0 else {}
+        if (refresh := method_state.refresh) is not None:
+            drift = refresh.drift / jnp.maximum(refresh.checked, 1)
+            found |= {"checked": refresh.checked, "agreed": refresh.agreed, "drift": drift}
+        return found
 
     def _history_scores(
         self, models: Models, cache: KVCache, queries: tuple[Array, ...], length: Array

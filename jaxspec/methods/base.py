@@ -136,6 +136,10 @@ class Method:
         """The method state after a round; `length` int32 [B] is the committed length before it."""
         return method_state
 
+    def report(self, method_state: Any) -> dict[str, Array]:
+        """Counters of the method's own at the end of a run, by name, [B] each; `Output.report`."""
+        return {}
+
     @property
     def segment_rounds(self) -> int:
         """Rounds between two calls of `replan`; 0 means that it is never called and a run is one program."""

@@ -1,6 +1,7 @@
 """KnapSpec (arXiv 2602.20217): drafts skip the sublayers that a knapsack over measured latencies can spare."""
 
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -50,10 +51,10 @@ class KnapSpec(Method):
     Under the caller's own jit nothing can be measured or replanned: give a `plan`, or `execution="traced"` and a
     `profile`, which plans once after the prefill, on the device.
 
-    `selection`, a `Vegas`, `Streaming` or `Quest`, makes drafts read few cache rows as well; its own `num_draft` is
-    replaced by `max_draft`. `items="blocks"` with `value="tpl"` is CLaSp (arXiv 2505.24196). `plan` fixes the plan.
-    `draft_length="confidence"` drafts until the draft's largest probability falls below `threshold`, at most
-    `max_draft` tokens. `draft_sampling` draws drafts in another way than the output.
+    `selection`, a `Vegas`, `Streaming` or `Quest` or what `read_selection` takes, makes drafts read few cache rows as
+    well; its own `num_draft` is replaced by `max_draft`. `items="blocks"` with `value="tpl"` is CLaSp (arXiv
+    2505.24196). `plan` fixes the plan. `draft_length="confidence"` drafts until the draft's largest probability falls
+    below `threshold`, at most `max_draft` tokens. `draft_sampling` draws drafts in another way than the output.
     """
 
     max_draft: int = option(10, low=1, high=32, help="most tokens drafted per round")
@@ -87,9 +88,7 @@ class KnapSpec(Method):
         if not isinstance(self.profile, LatencyProfile | str):
             raise ValueError(f"KnapSpec profile must be a LatencyProfile or a file's name, got {self.profile!r}")
         if isinstance(self.selection, str) and self.selection:
-            if self.selection not in SELECTIONS:
-                raise ValueError(f"KnapSpec selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
-            object.__setattr__(self, "selection", SELECTIONS[self.selection]())
+            object.__setattr__(self, "selection", read_selection(self.selection))
         if self.selection:
             if not isinstance(self.selection, tuple(SELECTIONS.values())):
                 raise ValueError(f"KnapSpec selection must be a Vegas, Streaming or Quest, got {self.selection!r}")
@@ -162,8 +161,11 @@ class KnapSpec(Method):
             emitted = jnp.zeros((prompt.shape[0], 1), jnp.int32)
             check_profile(self.profile, models)
             arguments = (prompt, prompt_length, emitted, prompt_length)
-            costs = self.profile.costs(self.sparse)
-            found = search_plan(models, out.cache, *arguments, costs=costs, options=self.planner_options)
+            costs, selection = self.profile.costs(self.sparse), None
+            if self.selection:
+                state = SimpleNamespace(cache=out.cache, length=prompt_length, method_state=inner)
+                selection = self.selection.draft_selection(models, state)
+            found = search_plan(models, out.cache, *arguments, costs, self.planner_options, selection)
             attn, mlp = found.frontier.attn[found.cell], found.frontier.mlp[found.cell]
             return TracedPlan(attn, mlp, found.num_draft.astype(jnp.int32), inner)
         plan = self.plan or Plan((True,) * num_layers, (True,) * num_layers, 0)
@@ -216,6 +218,28 @@ class KnapSpec(Method):
 
     def _unsure(self, logits: Array) -> Array:
         return jnp.max(jax.nn.softmax(logits), axis=-1) < self.threshold
+
+
+def read_selection(text: str) -> Method:
+    """The method that a text such as `vegas` or `quest:rho=0.05,min_keep=512` means.
+
+    Raises:
+        ValueError: another name, an option that the method does not have, or a value outside its range.
+    """
+    name, _, rest = text.partition(":")
+    if name not in SELECTIONS:
+        raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {name!r}")
+    known = {field.name: type(field.default) for field in fields(SELECTIONS[name]) if field.metadata}
+    options = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise ValueError(f"selection {name} has the options {', '.join(known)}, got {key!r}")
+        try:
+            options[key] = known[key](value)
+        except ValueError:
+            raise ValueError(f"selection {name}: {key} must be a {known[key].__name__}, got {value!r}") from None
+    return SELECTIONS[name](**options)
 
 
 def traced_plan(plan: Plan, selection: Any) -> TracedPlan:

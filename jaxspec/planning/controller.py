@@ -39,7 +39,8 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
         memory = run.memory["knapspec"] = _Memory(_profile(method, run))
         started = time.perf_counter()
         costs = memory.profile.costs(method.sparse)
-        search_plan.lower(*_arguments(run), costs, method.planner_options).compile()
+        selection = _selection(method, run)
+        search_plan.lower(*_arguments(run), costs, method.planner_options, selection).compile()
         run.compile_seconds += time.perf_counter() - started
     acceptance = _acceptance(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
@@ -68,7 +69,7 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float |
         "measured_acceptance_before": acceptance,
     }
     record["taken"] = _take(method, run, memory, found, acceptance)
-    run.log.append(record)
+    run.note(record)
 
 
 def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, acceptance: float | None) -> str:
@@ -133,7 +134,8 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
 
 def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
     started = time.perf_counter()
-    found = plan(*_arguments(run), memory.profile, method.planner_options, sparse=method.sparse)
+    selection = _selection(method, run)
+    found = plan(*_arguments(run), memory.profile, method.planner_options, selection=selection)
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
     return found, seconds
@@ -142,6 +144,14 @@ def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float
 def _arguments(run: Run) -> tuple[Any, ...]:
     state, request = run.state, run.request
     return run.models, state.cache, request.prompt, request.prompt_length, state.tokens, state.length
+
+
+def _selection(method: "KnapSpec", run: Run) -> Any:
+    if not method.sparse:
+        return None
+    own = run.state.method_state
+    own = own.selection if method.execution == "traced" else own
+    return method.selection.draft_selection(run.models, run.state.replace(method_state=own))
 
 
 def _acceptance(memory: _Memory, state: DecodeState) -> float | None:

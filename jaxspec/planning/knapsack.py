@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspec.methods.base import Models
 from jaxspec.models.decoder import Attention, Block, RMSNorm
 from jaxspec.models.rope import rope_tables
-from jaxspec.types import Array, KVCache, LayerCache
+from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerCache
 from pallas_kernels import rope_and_cache
 
 CHUNK = 1024  # prefix rows per step of the branches' attention
@@ -22,7 +22,7 @@ WIDTH_STEP = 16  # cells by which the state grows: few distinct shapes compile f
 
 
 class Frontier(NamedTuple):
-    """What the dynamic program leaves: C cells, cell j with skipped weight j. Cell 0 is the full model."""
+    """What the dynamic program leaves: C cells, cell j with skipped weight j. Cell 0 skips nothing."""
 
     alive: Array  # bool [C]
     attn: Array  # bool [C, L]: sublayers that run
@@ -46,6 +46,7 @@ def knapsack(
     max_weight: int,
     tau: float,
     blocks: bool = False,
+    selection: KVSelection | KVSelector | None = None,
 ) -> Frontier:
     """Runs the dynamic program on reference tokens whose prefix is in the cache; the cache is only read.
 
@@ -64,10 +65,12 @@ def knapsack(
         max_weight: static bound of the weights.
         tau: the least similarity.
         blocks: whole blocks are the items, which makes this CLaSp's program (arXiv 2505.24196).
+        selection: the prefix rows that drafts attend to. All cells then attend to those, cell 0 among them, and are
+            compared with the full model's states, which take a branch of their own.
     """
     config = models.target.config
     branches = _Branches(models, cache, start, tokens.shape[1])
-    state = models.params["embedding"][tokens][:, None]
+    state = full = models.params["embedding"][tokens][:, None]
     masks = jnp.ones((1, config.num_layers, 2), bool)
     alive, score = jnp.ones(1, bool), jnp.ones(1, jnp.float32)
     for layer in range(config.num_layers):
@@ -75,8 +78,16 @@ def knapsack(
         for kinds in ((0, 1),) if blocks else ((0,), (1,)):
             executed = state
             for kind in kinds:
-                executed = branches.mlp(layer, executed) if kind else branches.attend(layer, executed)
-            run_score = _similarity(executed, executed[:, :1], valid)
+                if kind:
+                    executed = branches.mlp(layer, executed)
+                    full = full if selection is None else branches.mlp(layer, full)
+                elif selection is None:
+                    executed = branches.attend(layer, executed)
+                else:
+                    rows = branches.selected_rows(layer, full, selection)
+                    executed, full = branches.attend(layer, executed, rows), branches.attend(layer, full)
+            full = executed[:, :1] if selection is None else full
+            run_score = _similarity(executed, full, valid)
             if not skippable:
                 state, score = executed, run_score
                 alive &= score >= tau
@@ -87,7 +98,7 @@ def knapsack(
             old, same = jnp.clip(source, 0, width - 1), jnp.minimum(cell, width - 1)
             can_skip = (source >= 0) & (source < width) & alive[old] & (cell <= limit)
             can_run = (cell < width) & alive[same]
-            skip_score = jnp.where(can_skip, _similarity(state, executed[:, :1], valid)[old], -jnp.inf)
+            skip_score = jnp.where(can_skip, _similarity(state, full, valid)[old], -jnp.inf)
             run_score = jnp.where(can_run, run_score[same], -jnp.inf)
             skip = skip_score > run_score
             state = jnp.where(skip[None, :, None, None], state[:, old], executed[:, same])
@@ -99,8 +110,8 @@ def knapsack(
     state = jnp.pad(state, ((0, 0), (0, missing), (0, 0), (0, 0)))
     masks = jnp.pad(masks, ((0, missing), (0, 0), (0, 0)), constant_values=True)
     alive, score = jnp.pad(alive, (0, missing)), jnp.pad(score, (0, missing))
-    top = _top_tokens(models, state)
-    hits = jnp.sum((top == top[:, :1]) & valid[:, None], axis=(0, 2), dtype=jnp.int32)
+    hits = _top_tokens(models, state) == _top_tokens(models, full)
+    hits = jnp.sum(hits & valid[:, None], axis=(0, 2), dtype=jnp.int32)
     return Frontier(alive, masks[..., 0], masks[..., 1], score, hits, jnp.sum(valid, dtype=jnp.int32), state)
 
 
@@ -139,7 +150,32 @@ class _Branches:
         positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         self._rope = rope_tables(config.rope, config.head_dim, positions)
 
-    def attend(self, layer: int, x: Array) -> Array:
+    def attend(self, layer: int, x: Array, rows: Array | None = None) -> Array:
+        """x after the attention sublayer, over the whole prefix or over given rows of it [B, M] (-1 pads)."""
+        cache, row = self._cache[layer], jnp.arange(self._cache[layer].k.shape[1], dtype=jnp.int32)[None]
+        if rows is not None:
+            at = jnp.arange(x.shape[0])[:, None], jnp.maximum(rows, 0)
+            cache, row = LayerCache(cache.k[at], cache.v[at]), rows
+        seen = (row >= 0) & (row < self._start[:, None])
+        count = jnp.max(self._start) if rows is None else rows.shape[1]
+        update = self._apply(layer, x, "branches", cache, seen, count)
+        return x + update.reshape(x.shape)
+
+    def selected_rows(self, layer: int, full: Array, selection: KVSelection | KVSelector) -> Array:
+        """int32 [B, M]: the rows that the selection keeps, and those newer than the ones it chose from."""
+        batch = full.shape[0]
+        if isinstance(selection, KVSelector):
+            # by the full model's last query: one choice for all branches
+            query = self._apply(layer, full, "queries")[:, -1:]
+            position = (self._start + full.shape[2] - 1)[:, None]
+            cache = LayerCache(*(x[:batch] for x in self._cache[layer]))
+            rows = selection.select(layer, query, cache, position, selection.state)[:batch]
+        else:
+            rows = selection.rows[min(layer, selection.rows.shape[0] - 1), :batch]
+        newer = selection.valid[:batch, None] + jnp.arange(selection.window, dtype=jnp.int32)
+        return jnp.concatenate([rows, newer], axis=1)
+
+    def _apply(self, layer: int, x: Array, method: str, *args: Array | LayerCache) -> Array:
         target, params = self._target, self._params[f"layers_{layer}"]
         norm = RMSNorm(target.config.hidden_size, target.config.rms_norm_eps, target.backend)
         flat = x.reshape(x.shape[0], -1, x.shape[-1])
@@ -147,10 +183,7 @@ class _Branches:
         # each branch sits at the same positions, in cache rows of its own
         rope = tuple(jnp.tile(table, (1, x.shape[1], 1)) for table in self._rope)
         attention = _BranchAttention(target.config, layer, target.backend)
-        update = attention.apply(
-            {"params": params["attention"]}, normed, self._cache[layer], self._start, rope, x.shape
-        )
-        return x + update.reshape(x.shape)
+        return attention.apply({"params": params["attention"]}, normed, rope, x.shape[1], *args, method=method)
 
     def mlp(self, layer: int, x: Array) -> Array:
         target = self._target
@@ -164,32 +197,43 @@ class _Branches:
 class _BranchAttention(Attention):
     """Attention of C branches of r tokens each: to the prefix they share and, causally, to their own tokens."""
 
-    def __call__(
-        self, x: Array, prefix: LayerCache, start: Array, rope: tuple[Array, Array], shape: tuple[int, ...]
+    def branches(
+        self, x: Array, rope: tuple[Array, Array], cells: int, prefix: LayerCache, seen: Array, count: Array
     ) -> Array:
+        """[B, C * r, D] of x [B, C * r, D]. Of the prefix rows [B', S, K, H] those of seen [B, S] are read, none of
+        them at or past `count`."""
         c = self.config
-        batch, cells, r, _ = shape
-        own = jnp.zeros((batch, cells * r, c.num_kv_heads, c.head_dim), x.dtype)
-        q, k, v = rope_and_cache(
+        batch = x.shape[0]
+        q, k, v = self._project(x, rope)
+        q = q.reshape(batch, cells, -1, c.num_kv_heads, c.group_size, c.head_dim).transpose(0, 3, 1, 4, 2, 5)
+        k, v = (t.reshape(batch, cells, -1, c.num_kv_heads, c.head_dim).transpose(0, 3, 1, 2, 4) for t in (k, v))
+        out = _attend(q, k, v, prefix, seen, count, c.head_dim**-0.5)
+        return self.out(out.transpose(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], c.num_heads, c.head_dim))
+
+    def queries(self, x: Array, rope: tuple[Array, Array], cells: int) -> Array:
+        """[B, C * r, N, H], after rope."""
+        return self._project(x, rope)[0]
+
+    def _project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        c = self.config
+        own = jnp.zeros((*x.shape[:2], c.num_kv_heads, c.head_dim), x.dtype)
+        return rope_and_cache(
             self.qkv(x, add_bias=False),
             own,
             own,
             *rope,
-            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(x.shape[0], jnp.int32),
             bias=self.qkv.bias if c.qkv_bias else None,
             q_scale=self.q_norm.scale if c.qk_norm else None,
             k_scale=self.k_norm.scale if c.qk_norm else None,
             eps=c.rms_norm_eps,
             backend=self.backend,
         )
-        q = q.reshape(batch, cells, r, c.num_kv_heads, c.group_size, c.head_dim).transpose(0, 3, 1, 4, 2, 5)
-        k, v = (t.reshape(batch, cells, r, c.num_kv_heads, c.head_dim).transpose(0, 3, 1, 2, 4) for t in (k, v))
-        out = _attend(q, k, v, prefix, start, c.head_dim**-0.5)
-        return self.out(out.transpose(0, 2, 4, 1, 3, 5).reshape(batch, cells * r, c.num_heads, c.head_dim))
 
 
-def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, start: Array, scale: float) -> Array:
-    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and prefix rows 0..start-1 [B',S,K,H], by a running softmax."""
+def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, seen: Array, count: Array, scale: float) -> Array:
+    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and the seen [B,S] rows of a prefix [B',S,K,H], none of them at or past
+    `count`, by a running softmax."""
     batch, kv_heads, _, _, r, head_dim = q.shape
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     options = {"preferred_element_type": jnp.float32, "precision": precision}
@@ -207,20 +251,18 @@ def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, start: Array, scal
         # the last chunk is moved back into the cache; rows that it shares with the one before are masked
         first = jnp.minimum(i * size, prefix.k.shape[1] - size)
         k, v = (jax.lax.dynamic_slice(t, (0, first, 0, 0), (batch, size, *t.shape[2:])) for t in prefix)
-        row = first + jnp.arange(size)
-        seen = (row >= i * size) & (row < start[:, None])
+        new = jax.lax.dynamic_slice(seen, (0, first), (batch, size)) & (first + jnp.arange(size) >= i * size)
         # scratch rows may hold anything, and 0 * NaN is NaN
-        v = jnp.where(seen[:, :, None, None], v, 0)
+        v = jnp.where(new[:, :, None, None], v, 0)
         logits = jnp.einsum("bkqh,bskh->bkqs", flat, k, **options) * scale
-        logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+        logits = jnp.where(new[:, None, None], logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
         weights, kept = jnp.exp(logits - new_top), jnp.exp(top - new_top)
         acc = acc * kept + jnp.einsum("bkqs,bskh->bkqh", weights.astype(v.dtype), v, **options)
         return new_top, total * kept + jnp.sum(weights, axis=-1, keepdims=True), acc
 
     carry = tuple(t.reshape(batch, kv_heads, -1, t.shape[-1]) for t in (top, total, acc))
-    num_chunks = -(-jnp.max(start) // size)
-    _, total, acc = jax.lax.fori_loop(0, num_chunks, step, carry)
+    _, total, acc = jax.lax.fori_loop(0, -(-count // size), step, carry)
     return (acc / total).astype(q.dtype).reshape(q.shape)
 
 

@@ -159,23 +159,29 @@ def expected_tokens(alpha: Any, num_draft: Any) -> Any:
     rest = 1 - alpha
     near = rest < 1e-3
     fraction = (1 - alpha ** (num_draft + 1)) / xp.where(near, 1, rest)
-    series = (num_draft + 1) * (1 - rest * num_draft / 2 + rest * rest * num_draft * (num_draft - 1) / 6)
+    # binomial coefficients of (1 - rest)^(g + 1), up to the fourth
+    g = num_draft
+    series = (g + 1) * (1 - rest * g / 2 * (1 - rest * (g - 1) / 3 * (1 - rest * (g - 2) / 4)))
     return xp.where(num_draft == 0, 1.0, xp.where(near, series, fraction))
 
 
+def profile_record(profile: LatencyProfile, details: dict[str, Any]) -> dict[str, Any]:
+    """A profile as JSON, with device, versions, shapes and raw measurements beside it."""
+    return {"schema_version": SCHEMA_VERSION, **details, "profile": profile.as_dict()}
+
+
 def save_profile(path: str | os.PathLike[str], profile: LatencyProfile, details: dict[str, Any]) -> None:
-    """Writes a profile as JSON; an old file at `path` is replaced in one step or stays.
+    """Writes `profile_record` to a file; an old file at `path` is replaced in one step or stays.
 
     Args:
         path: the file; its directory must exist.
         profile: the figures.
-        details: device, versions, shapes, raw measurements: kept beside them.
+        details: what is kept beside them.
     """
     path = Path(path)
-    record = {"schema_version": SCHEMA_VERSION, **details, "profile": profile.as_dict()}
     staging = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        staging.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        staging.write_text(json.dumps(profile_record(profile, details), indent=1) + "\n", encoding="utf-8")
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.methods.base import Models
 from jaxspec.planning.knapsack import Frontier, knapsack, reference_tokens
 from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
-from jaxspec.types import Array, KVCache, LayerMask
+from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerMask
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def plan(
     profile: LatencyProfile,
     options: PlannerOptions = PlannerOptions(),
     *,
-    sparse: bool = False,
+    selection: KVSelection | KVSelector | None = None,
 ) -> Planned:
     """The draft that promises the most tokens per second after the tokens committed so far.
 
@@ -131,14 +131,14 @@ def plan(
         length: int32 [B], at least 1.
         profile: measured latencies.
         options: how to search.
-        sparse: drafts attend to selected rows, at the cost that `profile.selected` states.
+        selection: the rows that drafts attend to, at the cost that `profile.selected` states.
 
     Raises:
-        ValueError: the profile is that of a model with another number of layers, or lacks what `sparse` needs.
+        ValueError: the profile is that of a model with another number of layers, or has no figures of a selection.
     """
     check_profile(profile, models)
-    costs = profile.costs(sparse)
-    search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options)
+    costs = profile.costs(selection is not None)
+    search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options, selection)
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 
@@ -159,6 +159,7 @@ def search_plan(
     length: Array,
     costs: RoundCosts,
     options: PlannerOptions,
+    selection: KVSelection | KVSelector | None = None,
 ) -> Search:
     """`plan` as one program, which may be part of a larger one; `costs` are traced, the others as in `plan`."""
     num_layers = models.target.config.num_layers
@@ -181,6 +182,7 @@ def search_plan(
         max_weight=most,
         tau=options.tau,
         blocks=blocks,
+        selection=selection,
     )
     alpha = acceptance_of(frontier.hits, frontier.count, options.alpha)
     ran = jnp.sum(frontier.attn, axis=1)[:, None], jnp.sum(frontier.mlp, axis=1)[:, None]
@@ -188,7 +190,9 @@ def search_plan(
     gained = expected_tokens(alpha[:, None], g)
     rate = gained / costs.round(*ran, g, n)
     value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
-    value = jnp.where(frontier.alive[:, None], value, -jnp.inf)
+    # not to speculate stays a choice even where a selection alone loses too much
+    kept = frontier.alive[:, None] | ((jnp.arange(options.max_cells) == 0)[:, None] & (g == 0))
+    value = jnp.where(kept, value, -jnp.inf)
     best = jnp.argmax(value)
     return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
 

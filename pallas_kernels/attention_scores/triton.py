@@ -139,9 +139,9 @@ def attention_scores(
         raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
     table = head_table(heads, num_heads // kv_heads)
     chosen, per_head = table.shape
-    blocks = blocks or choose_block_sizes(batch, chosen, capacity, head_dim, k.dtype)
     keys_first = k.dtype.itemsize == 2
     columns = power_of_two(num_queries * per_head, 16)
+    blocks = blocks or choose_block_sizes(batch, chosen, capacity, head_dim, columns, k.dtype)
     stored = row_weights.shapes(batch, capacity, chosen, columns, blocks.block_s, keys_first, k.dtype)
     part = jax.ShapeDtypeStruct((batch, blocks.num_splits, chosen, columns), jnp.float32)
     weights, step_top, top, total = pl.pallas_call(

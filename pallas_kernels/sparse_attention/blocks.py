@@ -49,6 +49,7 @@ def choose_block_sizes(
         num_warps = 8 if rows == 128 else 4
     programs = batch * kv_heads * ceil_div(num_rows * group, rows)
     resident = resident_programs(2 * num_stages * block_m * width * itemsize)
-    num_splits = choose_splits(programs, ceil_div(listed + window, block_m), resident)
+    # A step waits for a gather of far rows, so that it costs about as much as a merge.
+    num_splits = choose_splits(programs, ceil_div(listed + window, block_m), resident, merge_steps=1.0)
     # A long list is as wide as the cache's capacity asks for, and mostly padding while the context is short.
     return BlockSizes(rows, block_m, num_splits, num_warps, num_stages, find_end=listed > 1024)

@@ -124,6 +124,10 @@ def arguments(**changes):
             {"q": jnp.zeros((2, 3, 4, 512)), "k": jnp.zeros((2, 20, 2, 512))},
             "q has head dim 512; the kernel allows at most 256",
         ),
+        (
+            {"q": jnp.zeros((2, 3, 256, 256), BF16), "k": jnp.zeros((2, 20, 2, 256), BF16), "heads": tuple(range(128))},
+            r"512 query rows of one kv head.*head dim 256; the kernel allows 302",
+        ),
     ],
 )
 def test_rejects(changes, message):

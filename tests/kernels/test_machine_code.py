@@ -44,7 +44,12 @@ def one_per_cut(choose, *axes):
 
 
 # Bytes of stack per thread that a kernel may use, where it is not 0: products of float32 keep whole tiles in registers.
-STACK = {("cached_attention", F32, 256): 1024, ("sparse_attention", F32, 256): 1024}
+# So do the running sums of hundreds of queries.
+STACK = {
+    ("cached_attention", F32, 256): 1024,
+    ("sparse_attention", F32, 256): 1024,
+    ("attention_scores", F16, 256): 1024,
+}
 
 
 def check(compiled, names, num_warps, dtype=BF16, head_dim=0):
@@ -111,17 +116,24 @@ def test_sparse_attention(case):
     )
 
 
-def choose_scores(head_dim, capacity, dtype):
-    return scores_blocks.choose_block_sizes(2, 2, capacity, head_dim, dtype)
+def choose_scores(head_dim, capacity, columns, dtype):
+    return scores_blocks.choose_block_sizes(2, 1, capacity, head_dim, columns, dtype)
 
 
-@pytest.mark.parametrize("case", one_per_cut(choose_scores, (64, 128, 256), (4096,), (BF16, F32)), ids=str)
+SCORES = one_per_cut(choose_scores, (64, 128, 256), (4096,), (16,), (BF16, F32))
+# More queries, and so many that there is room for fewer tiles of keys.
+SCORES += [(128, 4096, 64, BF16), (256, 4096, 256, F16)]
+
+
+@pytest.mark.parametrize("case", SCORES, ids=str)
 def test_attention_scores(case):
-    head_dim, capacity, dtype = case
-    q, k = array((2, 6, 12, head_dim), dtype), array((2, capacity, 2, head_dim), dtype)
-    compiled = compile_op(attention_scores, q, k, array((2, 6)), array((2,)), heads=(1, 4, 7), scale=0.1)
+    head_dim, capacity, columns, dtype = case
+    num_heads = columns // 8
+    q, k = array((2, 8, 2 * num_heads, head_dim), dtype), array((2, capacity, 2, head_dim), dtype)
+    heads = tuple(range(num_heads))
+    compiled = compile_op(attention_scores, q, k, array((2, 8)), array((2,)), heads=heads, scale=0.1)
     names = ["attention_scores", "attention_scores_lse", "attention_scores_sum"]
-    check(compiled, names, choose_scores(*case).num_warps)
+    check(compiled, names, choose_scores(*case).num_warps, dtype, head_dim)
 
 
 SELECTION = one_per_cut(

@@ -147,7 +147,8 @@ def state_after(case, sampling, num_rounds, prompt, length):
 def test_no_other_rows_are_read(sparse_drafts):
     """Neither by verification nor by sparse drafts: what they may not read holds NaN."""
     case = make_case("dustin", layers=2 if sparse_drafts == "last" else 1, sparse_drafts=sparse_drafts)
-    state, request = state_after(case, GREEDY, 2, *prompts())
+    # at first, nothing is newer than the set
+    state, request = state_after(case, GREEDY, 2 if sparse_drafts == "last" else 0, *prompts())
     row = np.arange(state.cache[0].k.shape[1])
     n, own = np.asarray(state.length)[:, None], state.method_state
 
@@ -190,9 +191,7 @@ def full_run(name):
     ("name", "options"),
     [
         ("dustin", {"sparse_drafts": "off"}),
-        ("dustin", {"sparse_drafts": "last"}),
         ("dustin", {"sparse_drafts": "off", "signal": "snapkv"}),
-        ("dustin", {"sparse_drafts": "off", "signal": "quest"}),
         ("self-dustin", {"sparse_drafts": "recent"}),
     ],
 )
@@ -217,12 +216,13 @@ def test_recency_is_streaming_verification():
     rows = choose_rows(scores, None, length, budget=BUDGET, sinks=SINKS, window=WINDOW, split=0, backend=None)
     np.testing.assert_array_equal(rows, sink_and_recent_rows(length, k, SINKS, BUDGET))
     case = make_case("dustin", layers=1, signal="recency", target_heads=(), draft_heads=())
-    state, request = state_after(case, GREEDY, 1, *prompts())
+    state, request = state_after(case, GREEDY, 0, *prompts())
     state, draft = drafted(case.models, state, request, case.method)
     inputs = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
     streaming = sink_and_recent_rows(state.length, jnp.minimum(BUDGET, state.length), SINKS, BUDGET)
     expected = forward(case.models, inputs, state.cache, state.length, streaming).logits
-    np.testing.assert_allclose(case.method.verify(case.models, state, draft).logits, expected, atol=1e-5)
+    out = jax.jit(case.method.verify)(case.models, state, draft)
+    np.testing.assert_allclose(out.logits, expected, atol=1e-5)
 
 
 def test_a_draft_that_is_the_target_sees_the_next_querys_true_attention():
@@ -311,7 +311,7 @@ def test_a_skipped_layer_of_self_drafts_is_not_run():
     """Greedy self-drafts under a mask are those of a model that ends with layer 0."""
     heads = {"target_heads": TARGET_HEADS, "draft_heads": ((0, (1,)),)}
     case = make_case("self-dustin", skipped_layers=(1,), sparse_drafts="off", **heads)
-    state, request = state_after(case, GREEDY, 1, *prompts())
+    state, request = state_after(case, GREEDY, 0, *prompts())
     _, draft = drafted(case.models, state, request, case.method)
     target, params = tiny_model()
     shallow = Models(Decoder(dataclasses.replace(target.config, num_layers=1)), params)

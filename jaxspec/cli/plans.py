@@ -1,0 +1,33 @@
+"""Pictures of layer-skipping plans: which sublayers drafts run, by context length, and what that was worth."""
+
+from typing import Any
+
+import numpy as np
+
+
+def draw_plans(sublayers: Any, rates: Any, plans: list[dict[str, Any]]) -> None:
+    """Draws what `Chunk.plans` holds.
+
+    Args:
+        sublayers: matplotlib axes for the plans, one column each: a cell per sublayer, attention on the left.
+        rates: axes for predicted and measured tokens per second over the context length.
+        plans: the plans, in the order in which they were made.
+    """
+    taken = [plan for plan in plans if plan["taken"] in ("first", "changed", "same")] or plans
+    # a plan that drafts nothing runs no sublayer in drafts
+    columns = [np.stack([p["attn"], p["mlp"]], axis=1) & (p["num_draft"] > 0) for p in taken]
+    picture = np.concatenate([np.pad(c, ((0, 0), (0, 1))) for c in columns], axis=1).astype(float)
+    picture[:, 2::3] = np.nan
+    sublayers.imshow(picture, aspect="auto", origin="lower", interpolation="nearest", cmap="Blues", vmin=-0.3, vmax=1)
+    labels = [f"{p['length']:.0f}\n{p['num_draft']} drafts" for p in taken]
+    sublayers.set_xticks([3 * i + 0.5 for i in range(len(taken))], labels)
+    sublayers.set(xlabel="context length: attention, MLP (dark: run)", ylabel="layer")
+    lengths = [p["length"] for p in plans]
+    for name, label in (
+        ("predicted_tokens_per_second", "predicted"),
+        ("measured_tokens_per_second", "measured"),
+        ("predicted_plain_tokens_per_second", "plain, predicted"),
+    ):
+        rates.plot(lengths, [p.get(name, np.nan) for p in plans], "o-", label=label)
+    rates.set(xlabel="context length", ylabel="tokens/s per sequence", ylim=(0, None))
+    rates.legend()

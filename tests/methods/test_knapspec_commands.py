@@ -1,0 +1,109 @@
+"""`jaxspec profile`, and `jaxspec generate` and `verify` with KnapSpec, on a tiny model in place of a checkpoint."""
+
+import json
+
+import pytest
+from method_cases import VOCAB, tiny_model
+from test_cli_methods import loaded
+
+import jaxspec
+from jaxspec import KnapSpec
+from jaxspec.cli import main
+from jaxspec.cli import methods as cli_methods
+from jaxspec.planning import load_profile
+
+
+@pytest.fixture(autouse=True)
+def tiny_checkpoint(monkeypatch):
+    monkeypatch.setattr(jaxspec, "load", lambda *_, **__: loaded(*tiny_model(3), VOCAB))
+    monkeypatch.setattr(cli_methods, "load", jaxspec.load)
+
+
+def run(capsys, *args):
+    code = main(list(args))
+    return code, *capsys.readouterr()
+
+
+def test_profile_then_generate(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, plot, trace = tmp_path / "profile.json", tmp_path / "profile.png", tmp_path / "trace.json"
+    measured = ["profile", "--model", "m", "--contexts", "100", "30", "--max-draft", "3", "--repeats", "1"]
+    code, out, err = run(capsys, *measured, "--selection", "vegas:min_keep=8", "--out", str(path), "--plot", str(plot))
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["30", "100"]
+    for part in ("t_attention(n) = ", "t_mlp", "t_head", "over selected rows at 100", "largest error"):
+        assert part in out
+    assert "compiling" in err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    record = json.loads(path.read_text())
+    assert record["schema_version"] == 1
+    assert record["selection"] == "vegas:min_keep=8"
+    assert record["model"]["num_layers"] == 3
+    assert {"device", "jax", "dtype", "batch", "measured"} <= set(record)
+    assert [p.name for p in tmp_path.glob(".*")] == []
+    profile = load_profile(path)
+    assert (profile.num_layers, profile.batch, profile.rows) == (3, 1, 4)
+    # a plain step of these dozens of microseconds is noise, so that drafting is made to pay
+    record["profile"]["overhead"] = 1.0
+    path.write_text(json.dumps(record))
+
+    shared = ["generate", "--model", "m", "--prompt", " ".join(f"w{i % 18}" for i in range(60))]
+    shared += ["--max-new-tokens", "24"]
+    knapspec = ["--method", "knapspec", "--profile", str(path), "--max-draft", "3", "--selection", "vegas:min_keep=8"]
+    knapspec += ["--max-cells", "8", "--replan-every", "2", "--planner-share", "1.0"]
+    code, text, _ = run(capsys, *shared, *knapspec, "--trace", str(trace), "--plot", str(plot))
+    assert code == 0
+    assert text.split() == run(capsys, *shared)[1].split()
+    written = json.loads(trace.read_text())
+    assert written["options"]["profile"] == load_profile(path).as_dict() | {
+        name: list(value) for name, value in load_profile(path).as_dict().items() if isinstance(value, tuple)
+    }
+    first = written["plans"][0]
+    assert (first["round"], first["length"], first["taken"]) == (0, 60, "first")
+    assert first["num_draft"] == 3
+    assert first["measured_tokens_per_second"] > 0
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch", "0"], "--batch must lie in 1..1024, got 0"),
+        (["--max-draft", "40"], "--max-draft must lie in 1..32, got 40"),
+        (["--repeats", "0"], "--repeats must lie in 1..1000"),
+        (["--contexts", "0"], "contexts must lie in 1..4085, got [0]"),
+        (["--contexts", "5000"], "contexts must lie in 1..4085, got [5000]"),
+        (["--selection", "best"], "selection must be one of quest, streaming, vegas, got 'best'"),
+        (["--selection", "vegas:size=3"], "selection vegas has the options rho, min_keep"),
+        (["--selection", "vegas:rho=x"], "rho must be a float, got 'x'"),
+        (["--selection", "vegas:rho=2"], "rho must lie above 0 and be at most 1"),
+        (["--out", "/"], "--out /: not a file in an existing directory"),
+        (["--plot", "/no/such/place/x.png"], "not a file in an existing directory"),
+    ],
+)
+def test_wrong_flags_of_profile(capsys, flags, message):
+    code, out, err = run(capsys, "profile", "--model", "m", *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tau", "2"], "KnapSpec tau must lie above -1 and be at most 1, got 2.0"),
+        (["--profile", "/no/such/file"], "No such file"),
+        (["--selection", "quest:page_size=12"], "power of two in 1..128, got 12"),
+    ],
+)
+def test_wrong_flags_of_generate(capsys, flags, message):
+    code, _, err = run(capsys, "generate", "--model", "m", "--prompt", "w1", "--method", "knapspec", *flags)
+    assert code == 2
+    assert message in err
+
+
+def test_verify_needs_no_measurement():
+    """Checks that must repeat exactly take a fixed plan, a few sublayers short of the model."""
+    fixed = KnapSpec(profile="", max_draft=2).fixed(8)
+    assert (fixed.plan.num_attention, fixed.plan.num_mlp, fixed.plan.num_draft) == (6, 7, 2)
+    assert fixed.segment_rounds == 0
+    assert fixed.fixed(8) is fixed

@@ -1,0 +1,184 @@
+"""When a new plan is made and taken over: clocks and plans by hand, nothing is computed."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxspec import KnapSpec, Plan
+from jaxspec.planning import LatencyProfile, Line, Planned, controller
+from jaxspec.replanning import Run
+from jaxspec.types import Finish, Stats
+
+LINE = Line(0.0, 1e-3)
+PROFILE = LatencyProfile(2, 1, 11, LINE, 1e-3, 1e-3, LINE, 1e-3, 1e-3, 0.0)  # a plain step takes 5 ms
+ONE, TWO = Plan((True, False), (True, True), 2), Plan((True, True), (True, False), 2)
+
+
+class Stage:
+    """A run whose planner and compiler do as they are told, and a clock that only they and `decode` move."""
+
+    def __init__(self, monkeypatch, new_tokens=1000, compile_seconds=0.5, **options):
+        self.now, self.plan_seconds, self.compile_seconds = 0.0, 0.01, compile_seconds
+        self.found, self.planned, self.compiled, self.gate = ONE, [], [], None
+        self.method = KnapSpec(profile=PROFILE, **options)
+        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(controller, "time", clock)
+        monkeypatch.setattr("jaxspec.replanning.time", clock)
+        monkeypatch.setattr(controller, "plan", self.plan)
+        monkeypatch.setattr(controller, "check_profile", lambda *_: None)
+        monkeypatch.setattr(controller, "_arguments", lambda run: ())
+        monkeypatch.setattr(controller, "search_plan", SimpleNamespace(
+            lower=lambda *_: SimpleNamespace(compile=lambda: None)))  # fmt: skip
+
+    def state(self, emitted, length, accepted=2):
+        """After one row's rounds of two drafts each, `accepted` of them accepted."""
+        rounds = emitted // (accepted + 1)
+        trace = (np.arange(1000) < rounds)[None]
+        return SimpleNamespace(
+            length=np.array([length]),
+            num_tokens=np.array([emitted + 1]),
+            finish=np.array([Finish.RUNNING]),
+            stats=Stats(np.array([rounds]), np.array([emitted]), 2 * trace, accepted * trace),
+        )
+
+    def plan(self, *_, selection):
+        self.now += self.plan_seconds
+        self.planned.append(self.run.rounds)
+        rate = 400.0 if self.found == ONE else 500.0
+        return Planned(self.found, 0.9, rate, 200.0, (1, 1), ())
+
+    def lower(self, method):
+        def compile():
+            if self.gate is not None:
+                self.gate.wait()
+            self.now += self.compile_seconds
+            self.compiled.append(method.plan)
+
+        return SimpleNamespace(compile=compile)
+
+    def replan(self):
+        method, _ = self.method.replan(self.run)
+        self.run.prepare(method, background=False)
+        return method.plan
+
+    def decode(self, seconds, emitted, length, rounds=64, **more):
+        """A segment."""
+        self.now += seconds
+        self.run.decode_seconds += seconds
+        self.run.rounds += rounds
+        self.run.state = self.state(emitted, length, **more)
+
+
+def test_the_first_plan_and_one_that_pays(monkeypatch):
+    stage = Stage(monkeypatch)
+    assert stage.replan() == ONE
+    assert stage.run.log[0]["taken"] == "first"
+    assert stage.run.compile_seconds == pytest.approx(0.5)
+    stage.decode(1.0, 30, 130)
+    assert stage.replan() == ONE
+    assert [record["taken"] for record in stage.run.log] == ["first", "same"]
+    stage.found = TWO
+    stage.decode(2.0, 90, 190)
+    assert stage.replan() == TWO
+    assert stage.run.log[-1]["taken"] == "changed"
+    assert stage.compiled == [ONE, TWO]
+    assert stage.run.log[1]["measured_tokens_per_second"] == pytest.approx(60 / 2)
+    assert stage.run.replan_seconds == pytest.approx(0.03)
+
+
+def test_a_plan_whose_gain_is_less_than_its_compile_time(monkeypatch):
+    """All drafts accepted: the old plan makes 3 tokens in 2 * 4 + 5 ms. 910 tokens at 500 instead of 231 a second save
+    2.1 s: worth half a second of compiling, not three."""
+    for compile_seconds, taken in ((0.5, "changed"), (3.0, "not worth it")):
+        stage = Stage(monkeypatch, compile_seconds=compile_seconds)
+        stage.replan()
+        stage.found = TWO
+        stage.decode(5.0, 90, 190)
+        stage.replan()
+        assert stage.run.log[-1]["taken"] == taken
+        assert stage.run.log[-1]["measured_acceptance_before"] == 1.0
+    # a plan that was compiled before costs nothing, however little is left
+    stage = Stage(monkeypatch, compile_seconds=3.0)
+    stage.run.prepare(stage.method.with_plan(TWO), background=False)
+    stage.replan()
+    stage.found = TWO
+    stage.decode(5.0, 90, 190)
+    assert stage.replan() == TWO
+
+
+def test_a_plan_that_loses_is_not_taken(monkeypatch):
+    """The old plan, by its measured acceptance, is better than what the planner promises for the new one."""
+    stage = Stage(monkeypatch)
+    monkeypatch.setattr(controller, "rate_of", lambda costs, plan, acceptance, n: 501.0)
+    stage.replan()
+    stage.found = TWO
+    stage.decode(5.0, 90, 190)
+    assert stage.replan() == ONE
+    assert stage.run.log[-1]["taken"] == "not worth it"
+
+
+def test_the_rate_of_a_plan_in_use():
+    """(1 + a + a^2) tokens per round of two draft steps without one attention and a verification."""
+    rate = controller.rate_of(PROFILE.costs(), ONE, 0.5, 100.0)
+    assert rate == pytest.approx(1.75 / (2 * 4e-3 + 5e-3))
+    assert controller.rate_of(PROFILE.costs(), ONE, None, 100.0) == pytest.approx(1 / (2 * 4e-3 + 5e-3))
+
+
+def test_acceptance_is_counted_since_the_last_call(monkeypatch):
+    """Of two drafts one is accepted and one rejected, every round."""
+    stage = Stage(monkeypatch)
+    stage.replan()
+    stage.decode(1.0, 90, 190, accepted=1)
+    stage.replan()
+    assert stage.run.log[-1]["measured_acceptance_before"] == pytest.approx(0.5)
+
+
+def test_compiling_in_the_background(monkeypatch):
+    """The old plan decodes until the new one is ready; nothing waits."""
+    stage = Stage(monkeypatch, compile_in="background")
+    assert stage.replan() == ONE
+    stage.found, stage.gate = TWO, threading.Event()
+    stage.decode(1.0, 90, 190)
+    assert stage.replan() == ONE
+    assert stage.run.log[-1]["taken"] == "compiling"
+    waited = stage.run.compile_seconds
+    stage.decode(0.01, 120, 220)
+    assert stage.replan() == ONE
+    stage.gate.set()
+    stage.run._compiled[stage.method.with_plan(TWO)].result()
+    stage.decode(0.01, 150, 250)
+    assert stage.replan() == TWO
+    assert stage.run.compile_seconds == waited
+    stage.run.close()
+
+
+def test_planning_takes_at_most_its_share(monkeypatch):
+    """The period grows from 64 rounds until 0.1 s of planning is 2% of the decoding time."""
+    stage = Stage(monkeypatch, new_tokens=10**6, growth=1000.0)
+    stage.plan_seconds = 0.1
+    for segment in range(1, 200):
+        stage.replan()
+        assert len(stage.planned) == 1 or stage.run.replan_seconds <= 0.02 * stage.run.decode_seconds
+        stage.decode(0.64, 90, 100 + segment)
+    periods = np.diff(stage.planned)
+    assert len(periods) >= 20
+    assert set(periods[1:]) <= {7 * 64, 8 * 64}  # 5 s are 7.8 segments
+    # and is 64 rounds where planning is cheap
+    stage = Stage(monkeypatch, new_tokens=10**6)
+    stage.plan_seconds = 1e-3
+    for segment in range(1, 10):
+        stage.replan()
+        stage.decode(0.64, 90, 100 + segment)
+    assert set(np.diff(stage.planned)) == {64}
+
+
+def test_growth_asks_for_a_plan_before_the_period_is_over(monkeypatch):
+    stage = Stage(monkeypatch, replan_every=1000)
+    stage.replan()
+    for length, planned in ((124, 1), (125, 2), (156, 2), (157, 3)):
+        stage.decode(10.0, 30, length, rounds=10)
+        stage.replan()
+        assert len(stage.planned) == planned

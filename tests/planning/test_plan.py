@@ -1,0 +1,172 @@
+"""The choice of a plan from a frontier, and the lemma behind the similarity that it is built on."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_latency import PROFILE
+
+from jaxspec.methods import Models
+from jaxspec.models import init_cache
+from jaxspec.planning import Line, Plan, PlannerOptions, expected_tokens, plan
+from jaxspec.planning.plan import acceptance_of, largest_weight, sublayer_weights
+from jaxspec.types import KVSelection, KVSelector
+from tests.reference import tiny_model
+
+LAYERS, LENGTHS = 4, np.array([30, 21], np.int32)
+OPTIONS = PlannerOptions(max_draft=4, max_cells=8, tau=-1.0, reference_tokens=8, clip=2)
+# a verification costs the same whatever it verifies, and much more than a draft
+CHEAP_DRAFTS = dataclasses.replace(PROFILE, overhead=1.0)
+
+
+@cache
+def committed():
+    models = Models(*tiny_model(num_hidden_layers=LAYERS, seed=1))
+    prompt = np.random.default_rng(0).integers(0, 61, (2, 32)).astype(np.int32)
+    cache = init_cache(models.target.config, 2, 64, jnp.float32)
+    cache = jax.jit(models.forward)(prompt, cache, jnp.int32(0)).cache
+    return models, cache, prompt, LENGTHS, np.zeros((2, 1), np.int32), LENGTHS
+
+
+def search(profile, options=OPTIONS, **more):
+    return plan(*committed(), profile, options, **more)
+
+
+def predicted(candidate, g, profile, sparse=False):
+    """The closed form, by hand."""
+    p, n = candidate.plan, LENGTHS.mean()
+    return sum(candidate.alpha**i for i in range(g + 1)) / profile.costs(sparse).round(p.num_attention, p.num_mlp, g, n)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, CHEAP_DRAFTS], ids=["dear", "cheap"])
+def test_the_best_cell_and_number_of_drafts_are_chosen(profile):
+    found = search(profile)
+    assert len(found.frontier) >= 4
+    for c in found.frontier:
+        rates = [predicted(c, g, profile) for g in range(OPTIONS.max_draft + 1)]
+        assert c.tokens_per_second == pytest.approx(max(rates), rel=1e-5)
+        assert rates[c.plan.num_draft] == pytest.approx(max(rates), rel=1e-5)
+    best = max(c.tokens_per_second for c in found.frontier)
+    assert found.tokens_per_second == pytest.approx(best, rel=1e-6)
+    assert found.plain_tokens_per_second == pytest.approx(1 / profile.costs().round(0, 0, 0, LENGTHS.mean()), rel=1e-5)
+    assert found.tokens_per_second >= found.plain_tokens_per_second
+    if profile is PROFILE:
+        # few tokens are accepted here, and a draft costs nearly what it saves
+        assert found.plan == Plan((True,) * LAYERS, (True,) * LAYERS, 0)
+    else:
+        assert found.plan.num_draft == OPTIONS.max_draft
+    assert found.frontier[0].alpha == pytest.approx(9 / 10)
+
+
+def test_raw_and_smoothed_acceptance():
+    raw = search(CHEAP_DRAFTS, dataclasses.replace(OPTIONS, alpha="raw"))
+    smoothed = search(CHEAP_DRAFTS)
+    for c, other in zip(raw.frontier, smoothed.frontier, strict=True):
+        assert other.alpha == pytest.approx((8 * c.alpha + 1) / 10)
+    assert raw.frontier[0].alpha == 1
+    assert acceptance_of(0, 8, "smoothed") == pytest.approx(0.1)
+
+
+def test_blocks_by_tokens_per_layer_is_clasp():
+    """Whole blocks, uniform weights, and TPL = E / (g l + L) instead of measured times."""
+    options = dataclasses.replace(OPTIONS, items="blocks", value="tpl")
+    for profile in (PROFILE, CHEAP_DRAFTS):
+        found = search(profile, options)
+        assert found.weights == (1, 1)
+        assert [c.weight for c in found.frontier] == [0, 1, 2]
+        values = {}
+        for c in found.frontier:
+            assert c.plan.attn == c.plan.mlp
+            for g in range(OPTIONS.max_draft + 1):
+                values[c.weight, g] = expected_tokens(c.alpha, g) / (g * c.plan.num_mlp + LAYERS)
+        weight, g = max(values, key=values.get)
+        assert found.plan == dataclasses.replace(found.frontier[weight].plan, num_draft=g)
+
+
+def test_a_selection_is_what_the_cells_read():
+    """Cell 0 over all rows agrees with the full model, over few it does not; over all of them listed it does again. A
+    selector is asked for its rows. Costs are those of sparse attention."""
+    every = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (1, 2, 32))
+    found = search(CHEAP_DRAFTS)
+
+    def over(selection):
+        return search(CHEAP_DRAFTS, selection=selection)
+
+    whole = over(KVSelection(rows=every, valid=LENGTHS, window=4))
+    for c, other in zip(whole.frontier, found.frontier, strict=True):
+        assert c.similarity == pytest.approx(other.similarity, abs=1e-5)
+        assert c.alpha == other.alpha
+        assert c.tokens_per_second == pytest.approx(predicted(c, c.plan.num_draft, CHEAP_DRAFTS, True), rel=1e-5)
+    few = over(KVSelection(rows=every[:, :, :2], valid=LENGTHS, window=4))
+    assert few.frontier[0].similarity < 0.999
+    # rows newer than those that were chosen from are read as well
+    newer = over(KVSelection(rows=every[:, :, :2], valid=np.full(2, 2, np.int32), window=40))
+    assert newer.frontier[0].similarity == pytest.approx(1, abs=1e-6)
+    asked = over(KVSelector(state=every[0, :, :2], valid=LENGTHS, select=lambda _, q, c, p, s: s, window=4))
+    assert asked.frontier[0].similarity == pytest.approx(few.frontier[0].similarity, abs=1e-6)
+
+
+def test_not_to_speculate_stays_when_nothing_is_alike():
+    found = search(CHEAP_DRAFTS, dataclasses.replace(OPTIONS, tau=0.99999), selection=KVSelection(
+        rows=jnp.zeros((1, 2, 1), jnp.int32), valid=LENGTHS, window=1))  # fmt: skip
+    assert found.frontier == ()
+    assert found.plan.num_draft == 0
+    assert found.tokens_per_second == found.plain_tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "weights"),
+    [(1.0, 1.0, (1, 1)), (1.0, 2.4, (1, 2)), (7.0, 2.0, (4, 1)), (1.0, 100.0, (1, 5)), (0.0, 1.0, (1, 5))],
+)
+def test_weights(attention, mlp, weights):
+    """Rounded multiples of the cheaper sublayer's time, clipped."""
+    profile = dataclasses.replace(PROFILE, attention=Line(attention / 1000, 0.0), mlp=mlp)
+    assert tuple(sublayer_weights(profile.costs(), 1000, 5)) == weights
+
+
+@pytest.mark.parametrize(
+    ("layers", "cells", "clip"), [(10, 64, 5), (28, 64, 3), (32, 64, 2), (80, 64, 1), (28, 256, 5)]
+)
+def test_weights_are_clipped_so_that_cells_suffice(layers, cells, clip):
+    options = PlannerOptions(max_cells=cells)
+    assert largest_weight(layers, options) == clip
+    assert clip == 1 or layers * (1 + clip) // 2 < cells
+
+
+def test_a_profile_of_another_model():
+    with pytest.raises(ValueError, match="model with 7 layers, this one: 4"):
+        search(dataclasses.replace(PROFILE, num_layers=7))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(2, 8), st.floats(0.001, 0.999))
+def test_a_state_similar_enough_keeps_the_likeliest_token(seed, vocab, width, share):
+    """Lemma 4.1: of equal norms, cos >= 1 - margin^2 / (2 |x|^2 max_j |w_best - w_j|^2) keeps the argmax of W x."""
+    rng = np.random.default_rng(seed)
+    head, x, direction = rng.normal(size=(vocab, width)), rng.normal(size=width), rng.normal(size=width)
+    logits = head @ x
+    best = int(np.argmax(logits))
+    margin = logits[best] - np.max(np.delete(logits, best))
+    apart = np.max(np.sum((head[best] - head) ** 2, axis=1))
+    bound = 1 - margin**2 / (2 * (x @ x) * apart)
+    cosine = max(1 - share * (1 - bound), -1.0)
+    # the state of this cosine and norm towards a random side
+    direction -= direction @ x / (x @ x) * x
+    direction *= np.linalg.norm(x) / np.linalg.norm(direction)
+    y = cosine * x + np.sqrt(1 - cosine**2) * direction
+    assert np.linalg.norm(y) == pytest.approx(np.linalg.norm(x))
+    assert int(np.argmax(head @ y)) == best
+
+
+def test_the_lemmas_bound_is_sharp():
+    """Two tokens: beyond the bound there is a state that another token wins."""
+    head, x = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([0.8, 0.6])
+    bound = 1 - 0.2**2 / (2 * 1 * 2)
+    turn = np.arccos(bound - 0.003)
+    y = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]) @ x
+    assert np.argmax(head @ y) != np.argmax(head @ x)
