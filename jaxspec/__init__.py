@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.decode import generate
+from jaxspec.method_specs import load_method
 from jaxspec.methods import DraftModel, Dustin, KnapSpec, Method, Plain, Quest, SelfDustin, Streaming, Vegas
 from jaxspec.models import Decoder, ModelConfig
 from jaxspec.planning import LatencyProfile, Plan
@@ -39,6 +40,7 @@ __all__ = [
     "Vegas",
     "generate",
     "load",
+    "load_method",
     "stream",
 ]
 

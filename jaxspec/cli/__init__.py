@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxspec import __version__
-from jaxspec.cli import calibrate, generate, profile, verify
+from jaxspec.cli import bench, calibrate, generate, profile, tune, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_command(commands)
     calibrate.add_command(commands)
     profile.add_command(commands)
+    bench.add_command(commands)
+    tune.add_command(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

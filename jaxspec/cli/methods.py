@@ -8,6 +8,7 @@ from typing import Any
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
+from jaxspec.method_specs import load_method, read_tuned
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
 
@@ -16,9 +17,10 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--method`, `--draft` and one flag per option of any method."""
     methods = find_methods()
     group = parser.add_argument_group("decoding method")
-    group.add_argument("--method", choices=sorted(methods), default="plain", help="default: plain")
+    group.add_argument("--method", choices=sorted(methods), help="default: plain")
     drafted = ", ".join(sorted(name for name, method in methods.items() if method.needs_draft_params))
     group.add_argument("--draft", metavar="MODEL", help=f"the draft model of {drafted}: anything that --model takes")
+    group.add_argument("--tuned", type=Path, metavar="FILE", help="the method and options that jaxspec tune chose")
     configured = ", ".join(sorted(_configured(methods)))
     group.add_argument("--config", type=Path, metavar="FILE", help=f"what jaxspec calibrate wrote, of {configured}")
     for flag, users in _options(methods).items():
@@ -33,13 +35,22 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The options given for the chosen method, before any model is loaded.
+    """The options given for the chosen method, before any model is loaded; fills in `args.method` and `args.draft`.
 
     Raises:
         ValueError: a flag that the method does not have, or a draft model that is missing or not wanted.
     """
     methods = find_methods()
     options: dict[str, Any] = {}
+    if args.tuned is not None:
+        record = read_tuned(args.tuned)
+        tuned = record["chosen"]["method"]
+        others = [flag for flag, users in _options(methods).items() if getattr(args, next(iter(users.values())).name)]
+        if args.method not in (None, tuned) or args.config is not None or others:
+            raise ValueError("--tuned brings a method with all its options: leave out --method, --config and options")
+        args.method, args.draft = tuned, args.draft or record.get("draft")
+        return options
+    args.method = args.method or "plain"
     for flag, users in _options(methods).items():
         field = next(iter(users.values()))
         value = getattr(args, field.name)
@@ -65,11 +76,14 @@ def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | Non
         ValueError: as `check_method_flags`, a value out of range, or a draft model of another vocabulary.
     """
     options, chosen = check_method_flags(args), find_methods()[args.method]
-    if args.draft is None:
-        return chosen(**options), None
-    draft = load(args.draft, dtype=dtype)
-    check_vocabularies(target, draft)
-    return chosen(model=draft.model, **options), draft.params
+    draft_model = draft_params = None
+    if args.draft is not None:
+        draft = load(args.draft, dtype=dtype)
+        check_vocabularies(target, draft)
+        draft_model, draft_params = draft.model, draft.params
+    if args.tuned is not None:
+        return load_method(args.tuned, draft_model), draft_params
+    return (chosen(**options) if draft_model is None else chosen(model=draft_model, **options)), draft_params
 
 
 def _configured(methods: dict[str, type[Method]]) -> set[str]:

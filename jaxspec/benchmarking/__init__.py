@@ -1,0 +1,1 @@
+"""What `jaxspec bench` and `jaxspec tune` measure with."""

@@ -1,0 +1,153 @@
+"""Runs of many methods over the same prompts, from one cache that is filled once."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.decode import begin, decode_all, decode_in_segments
+from jaxspec.methods.base import Method, Models
+from jaxspec.methods.plain import Plain
+from jaxspec.metrics import Metrics, measure
+from jaxspec.models.decoder import init_cache
+from jaxspec.prefill import fill_cache
+from jaxspec.profiling import RoundTimer
+from jaxspec.requests import Request, check_request
+from jaxspec.sampling import Sampling
+from jaxspec.types import KVCache, Params
+
+
+class Timed(NamedTuple):
+    """One run without its prefill."""
+
+    seconds: float  # waiting for compilation not counted, planning counted
+    rounds: int  # of the row with the most
+    tokens: np.ndarray  # int32 [B, new_tokens]
+    metrics: Metrics
+
+
+@dataclass
+class Candidate:
+    """A method under measurement."""
+
+    name: str
+    method: Method
+    draft_params: Params | None = None
+    runs: list[Timed] = field(default_factory=list)
+
+    def median(self) -> Timed:
+        """The run of median time."""
+        return sorted(self.runs, key=lambda run: run.seconds)[(len(self.runs) - 1) // 2]
+
+    def spread(self) -> float:
+        """(slowest - fastest) / median."""
+        seconds = [run.seconds for run in self.runs]
+        return (max(seconds) - min(seconds)) / statistics.median(seconds)
+
+
+class Runs:
+    """Greedy runs over one batch of prompts. No token ends a row, so that every method does the same work."""
+
+    def __init__(
+        self,
+        models: Models,
+        rows: Sequence[Sequence[int]],
+        new_tokens: int,
+        max_draft: int,
+        cache: Callable[[int], KVCache] | None = None,
+    ) -> None:
+        """Args:
+        models: the target.
+        rows: token ids of each prompt.
+        new_tokens: tokens generated per row.
+        max_draft: the largest of the methods to come.
+        cache: capacity -> a cache that takes the place of the prefill's.
+        """
+        self.models, self.new_tokens = models, new_tokens
+        width = max(map(len, rows))
+        prompt = np.array([[*ids, *[0] * (width - len(ids))] for ids in rows], np.int32)
+        lengths = np.array([len(ids) for ids in rows], np.int32)
+        key = jax.random.key(0)
+        request = check_request(models.target, prompt, lengths, key, Plain(), Sampling(), new_tokens, (), 0, None)
+        self.request: Request = request
+        capacity = -(-(request.prompt.shape[1] + new_tokens + max_draft + 1) // 128) * 128
+        started = time.perf_counter()
+        if cache is not None:
+            self.cache = jax.block_until_ready(cache(capacity))
+        else:
+            empty = init_cache(models.target.config, len(rows), capacity, models.params["embedding"].dtype)
+            fill = jax.jit(partial(fill_cache, models.target), donate_argnums=3)
+            self.cache = jax.block_until_ready(fill(models.params, request.prompt, request.prompt_length, empty))
+        self.prefill_seconds = time.perf_counter() - started
+        self._programs: dict[Method, tuple[Any, Any]] = {}
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self.request.keys.shape[0]
+
+    def run(self, candidate: Candidate) -> Timed:
+        """One run, appended to the candidate's; the first of a method compiles it."""
+        method, models = candidate.method, self.models.replace(draft_params=candidate.draft_params)
+        first, rest = self._programs.get(method) or self._compile(models, method)
+        state = jax.block_until_ready(first(models, self.cache, self.request))
+        started = time.perf_counter()
+        if rest is None:
+            state, run = decode_in_segments(models, self.request, method, self.new_tokens, state=state)
+            seconds = run.decode_seconds + run.replan_seconds
+        else:
+            state = jax.block_until_ready(rest(models, state, self.request))
+            seconds = time.perf_counter() - started
+        self.cache = state.cache
+        stats = jax.tree.map(np.asarray, state.stats)
+        tokens = np.asarray(state.tokens)[:, : self.new_tokens]
+        timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats))
+        candidate.runs.append(timed)
+        return timed
+
+    def phases(self, candidate: Candidate, num_rounds: int) -> dict[str, float]:
+        """Median milliseconds of a round's phases, each as a program of its own, and of the whole round."""
+        method, models = candidate.method, self.models.replace(draft_params=candidate.draft_params)
+        if method.segment_rounds:
+            method = method.fixed(models.target.config.num_layers)
+        state = (self._programs.get(method) or self._compile(models, method))[0](models, self.cache, self.request)
+        timer, running = RoundTimer(), np.zeros(self.batch, bool)
+        for _ in range(2 * num_rounds):
+            state, _ = timer.step(models, state, self.request, running, method, self.new_tokens)
+        self.cache = state.cache
+        profile = timer.profile()._asdict()
+        del profile["num_rounds"]
+        return {phase: 1e3 * seconds for phase, seconds in profile.items() if seconds is not None}
+
+    def _compile(self, models: Models, method: Method) -> tuple[Any, Any]:
+        options = {"method": method, "max_new_tokens": self.new_tokens}
+        start = jax.jit(partial(begin, **options), donate_argnums=1)
+        first = start.lower(models, self.cache, self.request).compile()
+        rest = None
+        if not method.segment_rounds:
+            state = jax.eval_shape(partial(begin, **options), models, self.cache, self.request)
+            loop = jax.jit(partial(decode_all, **options), donate_argnums=1)
+            rest = loop.lower(models, state, self.request).compile()
+        self._programs[method] = first, rest
+        return first, rest
+
+
+def measure_interleaved(runs: Runs, candidates: Sequence[Candidate], repeats: int) -> None:
+    """`repeats` runs of every candidate, in turns, so that a drift of the device meets all alike. One more run of each
+    comes first and does not count."""
+    for repeat in range(repeats + 1):
+        for candidate in candidates:
+            runs.run(candidate)
+            if repeat == 0:
+                candidate.runs.clear()
+
+
+def expected_tokens(acceptance: float, num_draft: int) -> float:
+    """Tokens per round when every draft token is accepted with the same chance: (1 - a^(g+1)) / (1 - a)
+    (arXiv 2211.17192, equation 1)."""
+    return float(sum(acceptance**i for i in range(num_draft + 1)))

@@ -1,0 +1,84 @@
+"""Which method, with which options, decodes fastest: a search over measured runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Spec = dict[str, Any]
+
+PLAIN: Spec = {"method": "plain", "options": {}}
+RHOS = (0.02, 0.03, 0.05, 0.07, 0.10)
+DRAFTS = (2, 3, 4, 6, 8, 10)
+# accepted tokens have stopped growing when less than this share of them is missing
+ENOUGH = 0.98
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one short run of a candidate gave."""
+
+    spec: Spec
+    tokens_per_second: float
+    tokens_per_round: float
+
+
+@dataclass
+class Search:
+    """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only."""
+
+    measure: Callable[[Spec], Measured]
+    log: Callable[[str], None]
+    seen: list[Measured] = field(default_factory=list)
+
+    def best_of(self, specs: Sequence[Spec], by: str = "tokens_per_second") -> Measured:
+        """The best of these candidates."""
+        return max((self._once(spec) for spec in specs), key=lambda measured: getattr(measured, by))
+
+    def vegas(self) -> Measured:
+        """The recipe of the Vegas paper (arXiv 2602.07223): the smallest rho with which accepted tokens stop growing,
+        then the number of drafts with the highest throughput, then rho once more, by throughput."""
+        trials = [self._once(_vegas(rho, 6)) for rho in RHOS]
+        enough = ENOUGH * max(trial.tokens_per_round for trial in trials)
+        rho = next(rho for rho, trial in zip(RHOS, trials, strict=True) if trial.tokens_per_round >= enough)
+        self.log(f"vegas: accepted tokens stop growing at rho {rho}")
+        drafts = self.best_of([_vegas(rho, g) for g in DRAFTS]).spec["options"]["num_draft"]
+        self.log(f"vegas: {drafts} drafts are fastest at rho {rho}")
+        at = RHOS.index(rho)
+        best = self.best_of([_vegas(r, drafts) for r in RHOS[max(at - 1, 0) : at + 2]])
+        self.log(f"vegas: rho {best.spec['options']['rho']} is fastest with {drafts} drafts")
+        return best
+
+    def knapspec(self, selection: Spec) -> Measured:
+        """Layer-skipped drafts as the planner chooses them, alone and over the rows of `selection`."""
+        rows = {key: value for key, value in selection["options"].items() if key != "num_draft"}
+        composed = {"method": selection["method"], "options": rows}
+        return self.best_of([
+            {"method": "knapspec", "options": {}},
+            {"method": "knapspec", "options": {"selection": composed}},
+        ])  # fmt: skip
+
+    def draft_model(self) -> Measured:
+        """A draft model, by its number of drafts."""
+        return self.best_of([{"method": "draft-model", "options": {"num_draft": g}} for g in DRAFTS[:-1]])
+
+    def dustin(self, budgets: Sequence[int]) -> Measured:
+        """Sparse verification with a draft model, dense and sparse drafts, by budget and number of drafts."""
+        options = [{"budget": budget, "num_draft": 4} for budget in budgets]
+        best = self.best_of([{"method": "dustin", "options": o} for o in options])
+        sparse = [{**best.spec["options"], "num_draft": g, "sparse_drafts": "last"} for g in (4, 6, 8)]
+        return max(best, self.best_of([{"method": "dustin", "options": o} for o in sparse]), key=_speed)
+
+    def _once(self, spec: Spec) -> Measured:
+        for measured in self.seen:
+            if measured.spec == spec:
+                return measured
+        self.seen.append(self.measure(spec))
+        return self.seen[-1]
+
+
+def _speed(measured: Measured) -> float:
+    return measured.tokens_per_second
+
+
+def _vegas(rho: float, num_draft: int) -> Spec:
+    return {"method": "vegas", "options": {"rho": rho, "num_draft": num_draft}}

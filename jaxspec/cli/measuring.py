@@ -1,0 +1,291 @@
+"""What `jaxspec bench` and `jaxspec tune` share: models, prompts, records, tables and plots."""
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Sources(NamedTuple):
+    """The loaded models; None with random weights, or where there is no draft model."""
+
+    target: Any = None
+    draft: Any = None
+
+
+def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that both commands have."""
+    add = parser.add_argument
+    add("--draft", metavar="MODEL", help="the draft model of methods that have one (with --shape: a known name)")
+    add("--config", type=Path, metavar="FILE", help="what jaxspec calibrate dustin wrote")
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts that prompts are cut from; default: "
+        "the sources of Python's standard library")  # fmt: skip
+    add("--new-tokens", type=int, default=128, help="tokens generated per row; default: 128")
+    add("--dtype", choices=DTYPES, help="default: as stored; float32 on a CPU")
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+
+
+def check_libraries(*, plot: bool) -> None:
+    """Raises ValueError where a table or plot could not be made in the end."""
+    for module, needed in (("rich", True), ("matplotlib", plot)):
+        if needed and importlib.util.find_spec(module) is None:
+            raise ValueError(f"this command needs {module}: pip install 'jaxspec[bench]'")
+
+
+def check_output(flag: str, path: Path | None) -> None:
+    """Raises ValueError before a run whose file could not be written after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {path}: not a file in an existing directory")
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What a record says about where it was made."""
+    import jax
+    import jaxlib
+
+    import jaxspec
+    from jaxspec.benchmarking.ceiling import copy_ceiling
+
+    on_gpu = jax.default_backend() == "gpu"
+    return {
+        "command": " ".join(["jaxspec", *sys.argv[1:]]),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jaxspec": jaxspec.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "model": getattr(args, "model", None),
+        "shape": getattr(args, "shape", None),
+        "synthetic": getattr(args, "shape", None) is not None,
+        # a CPU's caches hold small copies; its rate is no ceiling for anything then
+        "ceiling_bytes_per_second": copy_ceiling() if on_gpu else None,
+    }
+
+
+def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Sources:
+    """Loads --model and --draft; with --shape nothing is loaded.
+
+    Raises:
+        ValueError: a method lacks its draft model, or the vocabularies differ.
+    """
+    import jax
+
+    from jaxspec.checkpoint import load
+    from jaxspec.cli.methods import check_vocabularies
+    from jaxspec.methods import find_methods
+
+    methods = find_methods()
+    drafted = [spec["method"] for spec in specs if methods[spec["method"]].needs_draft_params]
+    if drafted and args.draft is None:
+        raise ValueError(f"{drafted[0]} needs --draft MODEL")
+    if getattr(args, "shape", None):
+        from jaxspec.benchmarking.shapes import SHAPES
+
+        if args.draft is not None and args.draft not in SHAPES:
+            raise ValueError(f"--draft must be one of {', '.join(SHAPES)} with --shape, got {args.draft!r}")
+        return Sources()
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    target = load(args.model, dtype=dtype)
+    if target.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer, which the prompts need")
+    draft = None
+    if args.draft is not None:
+        draft = load(args.draft, dtype=dtype)
+        check_vocabularies(target, draft)
+    return Sources(target, draft)
+
+
+def open_runs(
+    args: argparse.Namespace,
+    specs: list[dict[str, Any]],
+    sources: Sources,
+    batch: int,
+    context: int,
+    layers: int | None = None,
+) -> tuple[Any, list[Any]]:
+    """The prefilled prompts of one batch and context, and the candidates.
+
+    Args:
+        args: the command's.
+        specs: the methods, see `method_specs`.
+        sources: what `load_drafts` returned.
+        batch: rows.
+        context: tokens of each prompt.
+        layers: depth of a model with random weights.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxspec.benchmarking.runs import Candidate, Runs
+    from jaxspec.benchmarking.shapes import SHAPES, check_memory, random_cache, random_params
+    from jaxspec.benchmarking.texts import stretches, token_ids
+    from jaxspec.method_specs import build_method, describe
+    from jaxspec.methods import Models
+    from jaxspec.models import Decoder
+
+    for name, value in (("--batch", batch), ("--context", context), ("--new-tokens", args.new_tokens)):
+        if value < (1 if name == "--batch" else 2):
+            raise ValueError(f"{name} must be at least {1 if name == '--batch' else 2}, got {value}")
+    if sources.target is None:
+        dtype = jnp.dtype(args.dtype or "bfloat16")
+        config = replace(SHAPES[args.shape], num_layers=layers or SHAPES[args.shape].num_layers)
+        draft_config = SHAPES[args.draft] if args.draft else None
+        check_memory(args.shape, config, batch, context + args.new_tokens + 64, dtype.itemsize)
+        models = Models(Decoder(config), random_params(config, dtype))
+        draft_model = Decoder(draft_config) if draft_config else None
+        draft_params = random_params(draft_config, dtype) if draft_config else None
+        rows = np.random.default_rng(0).integers(0, config.vocab_size, (batch, context)).tolist()
+        cache = partial(random_cache, config, batch, dtype=dtype)
+    else:
+        models, cache = Models(sources.target.model, sources.target.params), None
+        itemsize = models.params["embedding"].dtype.itemsize
+        check_memory(args.model, models.target.config, batch, context + args.new_tokens + 64, itemsize)
+        draft_model = sources.draft.model if sources.draft else None
+        draft_params = sources.draft.params if sources.draft else None
+        rows = stretches(token_ids(args.text, sources.target.tokenizer, context), context, batch)
+    methods = [build_method(spec, draft_model, args.config) for spec in specs]
+    if sources.target is None:
+        # random weights say nothing about which sublayers can be spared
+        methods = [m.fixed(config.num_layers) if m.segment_rounds else m for m in methods]
+    runs = Runs(models, rows, args.new_tokens, max(method.max_draft for method in methods), cache)
+    candidates = [
+        Candidate(describe(spec), method, draft_params if method.needs_draft_params else None)
+        for spec, method in zip(specs, methods, strict=True)
+    ]
+    return runs, candidates
+
+
+def result_of(
+    args: argparse.Namespace, runs: Any, candidate: Any, spec: dict[str, Any], context: int
+) -> dict[str, Any]:
+    """One line of the table, and more, as plain types."""
+    import jax
+
+    from jaxspec.benchmarking.runs import expected_tokens
+    from jaxspec.benchmarking.shapes import SHAPES, step_bytes
+
+    timed, method = candidate.median(), candidate.method
+    per_round = timed.seconds / timed.rounds
+    stats = jax.devices()[0].memory_stats() or {}
+    result: dict[str, Any] = {
+        "method": candidate.name,
+        "spec": spec,
+        "lossless": method.lossless,
+        "batch": runs.batch,
+        "context": context,
+        "milliseconds_per_round": 1e3 * per_round,
+        "spread": candidate.spread(),
+        "runs": len(candidate.runs),
+        "peak_memory_bytes": stats.get("peak_bytes_in_use"),
+        "synthetic": getattr(args, "shape", None) is not None,
+    }
+    if result["synthetic"]:
+        acceptance = args.acceptance or 0.0
+        result["assumed_acceptance"] = acceptance if method.max_draft else None
+        result["tokens_per_round"] = expected_tokens(acceptance, method.max_draft)
+        result["tokens_per_second"] = runs.batch * result["tokens_per_round"] / per_round
+    else:
+        # the prefill samples the first token
+        result["tokens_per_second"] = runs.batch * (runs.new_tokens - 1) / timed.seconds
+        result["tokens_per_round"] = timed.metrics.tokens_per_round.token_weighted
+        result["metrics"] = timed.metrics.as_dict()
+    if spec["method"] == "plain":
+        config = runs.models.target.config
+        itemsize = runs.models.params["embedding"].dtype.itemsize
+        needed = step_bytes(config, runs.batch, context + runs.new_tokens // 2, itemsize)
+        ceiling = getattr(args, "ceiling", None)
+        result["step_bytes"] = needed
+        if getattr(args, "shape", None):
+            whole = SHAPES[args.shape]
+            result["whole_step_bytes"] = step_bytes(whole, runs.batch, context + runs.new_tokens // 2, itemsize)
+        result["share_of_bandwidth"] = needed / per_round / ceiling if ceiling else None
+        result["ceiling_bytes_per_second"] = ceiling
+    return result
+
+
+def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Prints one batch and context."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    first = results[0]
+    title = f"{args.model or args.shape}, batch {first['batch']}, {first['context']} tokens of context"
+    if first["synthetic"]:
+        title += " - SYNTHETIC: random weights, acceptance assumed"
+    if "extrapolated_from_layers" in first:
+        shallow, deep = first["extrapolated_from_layers"]
+        title += f", time extrapolated from {shallow} and {deep} layers"
+    # a pipe has no width: a table cut to 80 columns would lose its figures
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(title, soft_wrap=True)
+    table = Table(box=SIMPLE)
+    for column in ("method", "tokens/s", "x plain", "spread", "tokens/round", "ms/round", "acceptance by position"):
+        left = column in ("method", "acceptance by position")
+        table.add_column(column, justify="left" if left else "right", no_wrap=not left)
+    for result in results:
+        if result["synthetic"]:
+            assumed = result["assumed_acceptance"]
+            acceptance = "" if assumed is None else f"{assumed:.2f} (assumed)"
+        else:
+            positions = result["metrics"]["acceptance_by_position"]
+            acceptance = " ".join("-" if a is None else f"{a:.2f}" for a in positions)
+        table.add_row(
+            result["method"] + ("" if result["lossless"] else " (lossy)"),
+            f"{result['tokens_per_second']:.1f}",
+            f"{result['speedup']:.2f}",
+            f"{result['spread']:.1%}",
+            f"{result['tokens_per_round']:.2f}",
+            f"{result['milliseconds_per_round']:.2f}",
+            acceptance,
+        )
+    console.print(table)
+    for result in results:
+        if "phases_milliseconds" in result:
+            phases = "  ".join(f"{name} {value:.2f}" for name, value in result["phases_milliseconds"].items())
+            console.print(f"  milliseconds of {result['method']}: {phases}")
+    notes = []
+    if first.get("share_of_bandwidth") is not None:
+        notes.append(f"plain decoding reaches {first['share_of_bandwidth']:.0%} of a device copy's bandwidth")
+    if first["peak_memory_bytes"]:
+        notes.append(f"peak memory {first['peak_memory_bytes'] / 2**30:.1f} GiB")
+    if notes:
+        console.print("  " + "; ".join(notes))
+
+
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Writes the record, if it is wanted; an interrupted writer leaves what was there before."""
+    if path is not None:
+        import json
+
+        from convert.atomic import replace_file
+
+        replace_file(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+
+
+def write_speed_plot(path: Path, title: str, results: list[dict[str, Any]]) -> None:
+    """Draws the speed-up over plain decoding by method, one group of bars per batch and context."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys((r["batch"], r["context"]) for r in results))
+    methods = list(dict.fromkeys(r["method"] for r in results))
+    figure = Figure(figsize=(2 + 2.2 * len(cases), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        at = [j + (i - (len(methods) - 1) / 2) * width for j in range(len(cases))]
+        heights = [next((r["speedup"] for r in results if (r["batch"], r["context"]) == case and r["method"] == method),
+                        float("nan")) for case in cases]  # fmt: skip
+        bars = axes.bar(at, heights, width, label=method)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(
+        title=title,
+        ylabel="tokens per second / plain decoding's",
+        xticks=range(len(cases)),
+        xticklabels=[f"batch {batch}\n{context} tokens" for batch, context in cases],
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,113 @@
+"""Methods as plain data: a name with options, as the command line takes them and as files keep them."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.calibration.records import read_record
+from jaxspec.dustin.config import options_from_config
+from jaxspec.dustin.verification import SparseVerification
+from jaxspec.methods import Method, find_methods
+from jaxspec.models.decoder import Decoder
+
+TUNED = "tuned"
+
+
+def parse_spec(text: str) -> dict[str, Any]:
+    """`vegas` or `vegas:rho=0.05,num_draft=4` as {"method": ..., "options": {...}}.
+
+    Raises:
+        ValueError: an unknown method or option, or a value of the wrong type.
+    """
+    name, _, rest = text.partition(":")
+    known = _options_of(name)
+    options: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in known:
+            raise ValueError(f"{text!r}: {item!r} is no option=value of {name}; options: {', '.join(sorted(known))}")
+        kind = type(known[key].default)
+        try:
+            options[key] = kind(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: {key} must be a value of type {kind.__name__}, got {value!r}") from None
+    return {"method": name, "options": options}
+
+
+def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, config: Path | None = None) -> Method:
+    """The method that a spec describes.
+
+    Args:
+        spec: {"method": name, "options": {...}}; an option may itself be such a spec.
+        draft_model: of methods that have one.
+        config: what `jaxspec calibrate dustin` wrote, of methods that verify over few rows.
+
+    Raises:
+        ValueError: an unknown method or option, a value out of range, or a draft model missing.
+    """
+    chosen, known = _method(spec.get("method")), _options_of(spec.get("method"))
+    options = dict(spec.get("options", {}))
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"{spec['method']} has no option {unknown[0]!r}; options: {', '.join(sorted(known))}")
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            options[key] = build_method(value)
+    if config is not None and issubclass(chosen, SparseVerification):
+        options = options_from_config(config, options.get("budget")) | options
+    if chosen.needs_draft_params:
+        if draft_model is None:
+            raise ValueError(f"{spec['method']} needs a draft model")
+        options["model"] = draft_model
+    return chosen(**options)
+
+
+def describe(spec: Mapping[str, Any]) -> str:
+    """A spec in the notation that `parse_spec` reads, nested ones in brackets."""
+    options = ",".join(
+        f"{key}=[{describe(value)}]" if isinstance(value, Mapping) else f"{key}={value}"
+        for key, value in spec.get("options", {}).items()
+    )
+    return f"{spec['method']}:{options}" if options else spec["method"]
+
+
+def load_method(path: str | Path, draft_model: Decoder | None = None) -> Method:
+    """The method that `jaxspec tune` chose.
+
+    Args:
+        path: the file that it wrote.
+        draft_model: of methods that have one; the file's `draft` names the checkpoint.
+
+    Raises:
+        ValueError: not such a file, or what `build_method` raises.
+        OSError: it cannot be read.
+    """
+    record = read_tuned(path)
+    config = record.get("config")
+    return build_method(record["chosen"], draft_model, None if config is None else Path(config))
+
+
+def read_tuned(path: str | Path) -> dict[str, Any]:
+    """What `jaxspec tune` wrote.
+
+    Raises:
+        ValueError: not such a file, or one of another schema version.
+        OSError: it cannot be read.
+    """
+    record = read_record(Path(path), TUNED)
+    if not isinstance(record.get("chosen"), dict) or "method" not in record["chosen"]:
+        raise ValueError(f"{path}: chosen must be a method with options, got {record.get('chosen')!r}")
+    return record
+
+
+def _method(name: Any) -> type[Method]:
+    methods = find_methods()
+    if name not in methods:
+        raise ValueError(f"no method {name!r}; there are {', '.join(sorted(methods))}")
+    return methods[name]
+
+
+def _options_of(name: Any) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(_method(name)) if field.metadata}

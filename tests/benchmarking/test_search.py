@@ -1,0 +1,68 @@
+"""The search of `jaxspec tune`, on made-up speeds."""
+
+import pytest
+
+from jaxspec.benchmarking.runs import expected_tokens
+from jaxspec.benchmarking.search import DRAFTS, PLAIN, RHOS, Measured, Search
+
+
+def search_over(speed, tokens=lambda spec: 1.0):
+    measured = []
+
+    def measure(spec):
+        measured.append(spec)
+        return Measured(spec, speed(spec), tokens(spec))
+
+    return Search(measure, lambda line: None), measured
+
+
+@pytest.mark.parametrize("enough", RHOS)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_vegas_recipe(enough, drafts):
+    """Accepted tokens grow up to `enough`; `drafts` are fastest, and among the neighbours of rho the smallest is."""
+
+    def tokens(spec):
+        return 5.0 if spec["options"]["rho"] >= enough else 4.5
+
+    def speed(spec):
+        return 100 - abs(spec["options"]["num_draft"] - drafts) - spec["options"]["rho"]
+
+    search, measured = search_over(speed, tokens)
+    chosen = search.vegas().spec["options"]
+    before = RHOS[max(RHOS.index(enough) - 1, 0)]
+    assert chosen == {"rho": before, "num_draft": drafts}
+    assert len(measured) == len({str(spec) for spec in measured})
+
+
+def test_a_gain_of_less_than_two_percent_is_no_growth():
+    search, _ = search_over(lambda spec: 1.0, lambda spec: 5.0 + spec["options"]["rho"])
+    assert search.vegas().spec["options"]["rho"] == RHOS[0]
+
+
+def test_knapspec_is_tried_alone_and_over_rows():
+    search, measured = search_over(lambda spec: 2.0 if "selection" in spec["options"] else 1.0)
+    best = search.knapspec({"method": "vegas", "options": {"rho": 0.05, "num_draft": 8}})
+    assert best.spec["options"]["selection"] == {"method": "vegas", "options": {"rho": 0.05}}
+    assert {"method": "knapspec", "options": {}} in measured
+
+
+def test_dustin_tries_sparse_drafts_at_the_best_budget():
+    def speed(spec):
+        options = spec["options"]
+        return options["budget"] + (100 if options.get("sparse_drafts") == "last" else 0) + options["num_draft"]
+
+    search, _ = search_over(speed)
+    best = search.dustin((256, 512)).spec["options"]
+    assert best == {"budget": 512, "num_draft": 8, "sparse_drafts": "last"}
+
+
+def test_plain_is_measured_once():
+    search, measured = search_over(lambda spec: 1.0)
+    search.best_of([PLAIN])
+    search.best_of([PLAIN])
+    assert measured == [PLAIN]
+
+
+@pytest.mark.parametrize(("acceptance", "g", "tokens"), [(0.0, 4, 1.0), (1.0, 4, 5.0), (0.5, 2, 1.75)])
+def test_expected_tokens(acceptance, g, tokens):
+    assert expected_tokens(acceptance, g) == tokens
