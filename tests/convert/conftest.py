@@ -10,24 +10,6 @@ import pytest
 VOCAB = 384
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Compiling takes most of these tests' time, and most of what they compile is equal."""
-    import jax
-
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def _weights_dir() -> Path | None:
     root = os.environ.get("JAXSPEC_WEIGHTS")
     return Path(root) if root else None

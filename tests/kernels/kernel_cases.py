@@ -1,4 +1,4 @@
-"""What the tests of the four ops share: cases, tolerances, errors, and inputs with poisoned scratch rows."""
+"""What the tests of the four ops share: cases, operands, tolerances, errors, and poisoned scratch rows."""
 
 import itertools
 import os
@@ -67,6 +67,11 @@ def covering(full=("batch", "num_rows", "group", "head_dim", "capacity"), **para
     return pytest.mark.parametrize("case", chosen)
 
 
+def attention_cases(**parameters):
+    """`covering` over the shapes and dtypes of attention."""
+    return covering(**SHAPES, capacity=CAPACITIES, dtype=DTYPES, **parameters)
+
+
 def _name(case):
     return "-".join(f"{name[0]}{getattr(value, '__name__', value)}" for name, value in sorted(case.items()))
 
@@ -86,11 +91,24 @@ def starts(batch, num_rows, capacity):
     return np.array([capacity - num_rows, -min(num_rows, 2), (capacity - num_rows) // 2][:batch], np.int32)
 
 
-def poison(x, unseen, value):
-    """x [B,S,K,H] with `value` in the rows `unseen` [B,S]."""
-    x = x.copy()
-    x[unseen] = value
-    return x
+def operands(batch, num_rows, group, head_dim, capacity, dtype, kv_heads=2):
+    """q [B,T,N,H], k and v [B,S,K,H]."""
+    cache = batch, capacity, kv_heads, head_dim
+    q = normal(0, (batch, num_rows, kv_heads * group, head_dim), dtype)
+    return q, normal(1, cache, dtype), normal(2, cache, dtype)
+
+
+def poisoned(run, unseen, *caches):
+    """`run(*caches)` with NaN in the rows `unseen` [B,S]; with 1e4 in them the result must be the same to the bit."""
+
+    def poison(x, value):
+        x = x.copy()
+        x[unseen] = value
+        return x
+
+    got, again = (run(*(poison(x, value) for x in caches)) for value in (np.nan, 1e4))
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    return got
 
 
 def error(got, want):

@@ -8,19 +8,16 @@ import pytest
 from kernel_cases import (
     BACKENDS,
     BF16,
-    CAPACITIES,
-    DTYPES,
     F16,
     F32,
     KERNELS,
-    SHAPES,
     TOLERANCE,
+    attention_cases,
     compiled,
-    covering,
     error,
     head_logits,
-    normal,
-    poison,
+    operands,
+    poisoned,
     softmax,
     starts,
 )
@@ -37,8 +34,7 @@ def choose(kind, group):
 
 
 def inputs(batch, num_rows, group, head_dim, capacity, dtype, kv_heads=2):
-    q = normal(0, (batch, num_rows, kv_heads * group, head_dim), dtype)
-    k = normal(1, (batch, capacity, kv_heads, head_dim), dtype)
+    q, k, _ = operands(batch, num_rows, group, head_dim, capacity, dtype, kv_heads)
     position = starts(batch, num_rows, capacity)[:, None] + np.arange(num_rows, dtype=np.int32)
     # rows scored beyond every position, a single row, and a length out of range
     length = np.array([capacity - num_rows, capacity + 3, 1][:batch], np.int32)
@@ -52,20 +48,19 @@ def truth(q, k, position, length, heads, scale):
 
 
 def check(q, k, position, length, heads, backend, run=None):
-    """Compares with the truth, unseen rows full of NaN; with 1e4 in them the result must be the same to the bit."""
+    """Compares with the truth; unseen rows may hold anything."""
     scale = q.shape[-1] ** -0.5
     expected = truth(q, k, position, length, heads, scale)
     run = run or functools.partial(attention_scores, backend=backend)
     run = compiled(functools.partial(run, heads=heads, scale=scale), backend)
     unseen = np.arange(k.shape[1]) > position.max(axis=1)[:, None]
-    got, again = (run(q, poison(k, unseen, x), position, length) for x in (np.nan, 1e4))
+    got = poisoned(lambda k: run(q, k, position, length), unseen, k)
     assert error(got, expected) <= TOLERANCE["weight"][q.dtype.type]
-    np.testing.assert_array_equal(got, again)
     return got
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@covering(**SHAPES, capacity=CAPACITIES, dtype=DTYPES, heads=("one", "two", "many"))
+@attention_cases(heads=("one", "two", "many"))
 def test_equals_float64(case, backend):
     case = dict(case)
     heads = choose(case.pop("heads"), case["group"])

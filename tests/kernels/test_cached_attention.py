@@ -8,19 +8,16 @@ import pytest
 from kernel_cases import (
     BACKENDS,
     BF16,
-    CAPACITIES,
-    DTYPES,
     F16,
     F32,
     KERNELS,
-    SHAPES,
     TOLERANCE,
+    attention_cases,
     compiled,
-    covering,
     error,
     head_logits,
-    normal,
-    poison,
+    operands,
+    poisoned,
     softmax,
     starts,
     weighted,
@@ -34,9 +31,7 @@ MODES = (None, "weight", "logit")
 
 
 def inputs(batch, num_rows, group, head_dim, capacity, dtype, kv_heads=2):
-    q = normal(0, (batch, num_rows, kv_heads * group, head_dim), dtype)
-    k, v = (normal(seed, (batch, capacity, kv_heads, head_dim), dtype) for seed in (1, 2))
-    return q, k, v, starts(batch, num_rows, capacity)
+    return *operands(batch, num_rows, group, head_dim, capacity, dtype, kv_heads), starts(batch, num_rows, capacity)
 
 
 def truth(q, k, v, start, scale, scored=None, mode="weight", per_row=False):
@@ -62,7 +57,7 @@ def scored_rows(batch, num_rows):
 
 
 def check(q, k, v, start, backend, mode, per_row, run=None, **more):
-    """Compares with the truth, scratch rows full of NaN; with 1e4 in them the result must be the same to the bit."""
+    """Compares with the truth; scratch rows may hold anything."""
     dtype = q.dtype.type
     options = {"scale": q.shape[-1] ** -0.5} | more
     expected = truth(q, k, v, start, options["scale"])[0], None
@@ -72,18 +67,16 @@ def check(q, k, v, start, backend, mode, per_row, run=None, **more):
         options |= {"scored_rows": scored, "score_mode": mode, "per_row": per_row}
     run = compiled(functools.partial(run or functools.partial(cached_attention, backend=backend), **options), backend)
     scratch = np.arange(k.shape[1]) >= start[:, None] + q.shape[1]
-    got, again = (run(q, poison(k, scratch, x), poison(v, scratch, x), start) for x in (np.nan, 1e4))
+    got = poisoned(lambda k, v: run(q, k, v, start), scratch, k, v)
     assert error(got[0], expected[0]) <= TOLERANCE["out"][dtype]
-    np.testing.assert_array_equal(got[0], again[0])
     if mode:
         assert error(got[1], expected[1]) <= TOLERANCE[mode][dtype]
-        np.testing.assert_array_equal(got[1], again[1])
     else:
         assert got[1] is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@covering(**SHAPES, capacity=CAPACITIES, dtype=DTYPES, mode=MODES, per_row=(False, True))
+@attention_cases(mode=MODES, per_row=(False, True))
 def test_equals_float64(case, backend):
     case = dict(case)
     mode, per_row = case.pop("mode"), case.pop("per_row")

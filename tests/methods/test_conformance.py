@@ -145,7 +145,7 @@ def test_max_new_tokens_under_a_callers_jit(name):
     """Every limit up to two past a block, one program for all, prompts and lengths traced."""
     case, plain = case_of(name, layers=1), plain_case(layers=1)
     prompt, length = prompts()
-    limits = range(1, G + 3)
+    limits = range(1, case.method.max_draft + 3)
 
     @jax.jit
     def run(prompt, length):
