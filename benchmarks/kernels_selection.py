@@ -18,13 +18,7 @@ from pallas_kernels.row_selection.blocks import BlockSizes, choose_block_sizes
 CHECKS = [(5, 1000, 300), (3, 63, 63)]
 CHECKS_FULL = [(36, 131072, 9176), (448, 32768, 1639), (16, 32768, 512), (28, 4096, 287), (3, 131071, 131071)]
 RESIDENT = BlockSizes(True, 0, 0)
-# keys in 32 bits or packed by two, one or two bits of the threshold at a time, and how many scores a thread writes
-DESIGNS = (
-    RESIDENT,
-    dataclasses.replace(RESIDENT, packed=2),
-    dataclasses.replace(RESIDENT, bits_per_pass=2),
-    BlockSizes(False, 4096, 4),
-)
+DESIGNS = (RESIDENT, BlockSizes(False, 4096, 4))
 BF16, F32 = jnp.bfloat16, jnp.float32
 # R, S, k, dtype
 CASES = (
@@ -129,11 +123,6 @@ def time_selection(run: Run, num_rows: int, size: int, count: int, dtype) -> Non
     candidates = [
         sized(RESIDENT, size),
         sized(RESIDENT, size, 8 if size <= 16384 else 32),
-        sized(dataclasses.replace(RESIDENT, per_thread=16), size),
-        sized(dataclasses.replace(RESIDENT, packed=1), size, 8 if size <= 16384 else 32),
-        sized(dataclasses.replace(RESIDENT, packed=2), size, 8 if size <= 16384 else 32),
-        sized(dataclasses.replace(RESIDENT, packed=2, per_thread=4), size, 8 if size <= 16384 else 32),
-        sized(DESIGNS[2], size),
         BlockSizes(False, 4096, 4),
         BlockSizes(False, 8192, 8),
         BlockSizes(False, 8192, 4, depth=8),

@@ -18,19 +18,13 @@ class BlockSizes:
       resident: one program per row, instead of one per tile and digit.
       tile: scores per program, a power of two.
       num_warps: warps per program.
-      bits_per_pass: bits of the threshold that a resident program finds at a time.
       depth: elements of a tile that the spread design adds up in a 4-bit counter, at most 8.
-      packed: how many rows a resident program holds with two 16-bit keys per register; 0 for one row unpacked.
-      per_thread: scores per thread of a piece in which a resident program writes its rows.
     """
 
     resident: bool
     tile: int
     num_warps: int
-    bits_per_pass: int = 1
     depth: int = 4
-    packed: int = 0
-    per_thread: int = 8
 
 
 def choose_block_sizes(num_rows: int, size: int, dtype: jnp.dtype) -> BlockSizes:

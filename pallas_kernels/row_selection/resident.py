@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +11,21 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
-from pallas_kernels.tiling import ceil_div
 
 
-def _threshold(key: jax.Array, wanted: jax.Array, dtype: jnp.dtype, bits_per_pass: int) -> keys.Cut:
+def _threshold(key: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> keys.Cut:
     """The `wanted`-th largest key, and how many keys equal to it are among the `wanted` largest."""
     bits = keys.key_bits(dtype)
 
     def search(step, state):
         low, above = state
-        shift = bits - bits_per_pass * (step + 1)
-        # Candidates rise, counts fall: the answer's next bits are the number of candidates that enough keys reach.
-        new_low, new_above = low, above
-        for digit in range(1, 1 << bits_per_pass):
-            candidate = low + (jnp.int32(digit) << shift)
-            reach = keys.count(key >= candidate)
-            enough = reach >= wanted
-            new_low = jnp.where(enough, candidate, new_low)
-            # The first candidate that too few keys reach is the upper end of what is left to search.
-            new_above = jnp.where(enough, new_above, jnp.maximum(new_above, reach))
-        return new_low, new_above
+        candidate = low + (jnp.int32(1) << (bits - 1 - step))
+        reach = keys.count(key >= candidate)
+        enough = reach >= wanted
+        return jnp.where(enough, candidate, low), jnp.where(enough, above, reach)
 
     state = jnp.int32(keys.lowest(dtype)), jnp.int32(0)
-    threshold, above = jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits // bits_per_pass), search, state)
+    threshold, above = jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits), search, state)
     return keys.Cut(threshold, wanted - above)
 
 
@@ -46,25 +37,10 @@ def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: Block
     key = keys.load(scores_ref, row, jnp.arange(blocks.tile, dtype=jnp.int32), length)
     eligible = keys.count(key > keys.lowest(scores_ref.dtype))
     wanted = jnp.clip(jnp.minimum(k_ref[row], eligible), 0, width)
-    cut = _threshold(key, wanted, scores_ref.dtype, blocks.bits_per_pass)
+    cut = _threshold(key, wanted, scores_ref.dtype)
 
-    write(scores_ref, rows_ref, count_ref, row, length, wanted, cut, blocks)
-
-
-def write(
-    scores_ref: Any,
-    rows_ref: Any,
-    count_ref: Any,
-    row: jax.Array,
-    length: jax.Array,
-    wanted: jax.Array,
-    cut: keys.Cut,
-    blocks: BlockSizes,
-) -> None:
-    """Writes the selected indices of a row in order, the padding behind them, and their number."""
-    width = rows_ref.shape[1]
     # In pieces, from memory again: the counts of a whole row do not fit beside its keys.
-    piece = min(blocks.tile, blocks.per_thread * 32 * blocks.num_warps)
+    piece = min(blocks.tile, 256 * blocks.num_warps)
 
     def write_piece(step, before):
         index = step * piece + jnp.arange(piece, dtype=jnp.int32)
@@ -84,26 +60,19 @@ def write(
     count_ref[row] = wanted
 
 
-def launch(
-    kernel: Any, scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Runs `kernel`, a program for one row, or for as many as have their keys packed."""
-    num_rows = scores.shape[0]
-    return pl.pallas_call(
-        functools.partial(kernel, blocks=blocks),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-        ),
-        grid=(ceil_div(num_rows, max(1, blocks.packed)),),
-        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
-        interpret=interpret,
-        name="row_selection",
-    )(scores, length, k)
-
-
 def row_selection(
     scores: jax.Array, length: jax.Array, k: jax.Array, *, width: int, blocks: BlockSizes, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the public op. A row must fit a tile."""
-    return launch(_kernel, scores, length, k, width=width, blocks=blocks, interpret=interpret)
+    num_rows = scores.shape[0]
+    return pl.pallas_call(
+        functools.partial(_kernel, blocks=blocks),
+        out_shape=(
+            jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+        ),
+        grid=(num_rows,),
+        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
+        interpret=interpret,
+        name="row_selection",
+    )(scores, length, k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.row_selection import packed, resident, spread
+from pallas_kernels.row_selection import resident, spread
 from pallas_kernels.row_selection.blocks import BlockSizes, choose_block_sizes
 
 
@@ -19,5 +19,5 @@ def row_selection(
 ) -> tuple[jax.Array, jax.Array]:
     """See the public op; `blocks` overrides the choice for measurements."""
     blocks = blocks or choose_block_sizes(*scores.shape, scores.dtype)
-    design = spread if not blocks.resident else packed if blocks.packed else resident
+    design = resident if blocks.resident else spread
     return design.row_selection(scores, length, k, width=width, blocks=blocks, interpret=interpret)

@@ -80,15 +80,14 @@ def test_reference_is_a_stable_sort(kind):
 
 DESIGNS = [
     BlockSizes(True, 1024, 2),
-    BlockSizes(True, 1024, 1, bits_per_pass=2),
-    BlockSizes(True, 1024, 2, packed=1, per_thread=4),
-    BlockSizes(True, 1024, 4, packed=2),
+    BlockSizes(True, 1024, 1),
+    BlockSizes(True, 1024, 4),
     BlockSizes(False, 256, 1),
     BlockSizes(False, 256, 1, depth=8),
 ]
 
 
-# one program per row, its keys packed or not, and several programs per row
+# one program per row, and several programs per row
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("blocks", DESIGNS, ids=str)

@@ -100,7 +100,10 @@ def test_a_draft_model_and_json(capsys):
     ("flags", "message"),
     [
         (["--rho", "0.1"], "--rho does not apply to --method plain; it belongs to quest, streaming, vegas"),
-        (["--method", "vegas", "--sinks", "4"], "--sinks does not apply to --method vegas; it belongs to dustin, self-dustin, streaming"),
+        (
+            ["--method", "vegas", "--sinks", "4"],
+            "--sinks does not apply to --method vegas; it belongs to dustin, self-dustin, streaming",
+        ),
         (["--method", "vegas", "--rho", "2"], "Vegas rho must lie above 0 and be at most 1, got 2.0"),
         (["--method", "quest", "--page-size", "12"], "power of two in 1..128, got 12"),
         (["--method", "draft-model"], "--method draft-model needs --draft MODEL"),
