@@ -11,6 +11,7 @@ bytes each from 16 far places.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,43 +99,64 @@ def _sum_kernel(
     keys_first: bool,
     used: int,
     per_out: int,
+    per_program: int,
     factor: float,
 ) -> None:
-    """Sums one step's weights over kv heads and columns: weights [B,steps,K,s,c] or [B,steps,K,c,s]."""
+    """Sums the weights of `per_program` steps over kv heads and columns: weights [B,steps,K,s,c] or [B,steps,K,c,s]."""
     *lse_refs, out_ref = refs
-    step, out, batch = (pl.program_id(axis) for axis in range(3))
-    kv_heads, columns = top_ref.shape[2:]
+    out, batch = pl.program_id(1), pl.program_id(2)
+    steps, kv_heads, columns = top_ref.shape[1:]
     block_s = weights_ref.shape[3 if keys_first else 4]
     capacity = out_ref.shape[2]
     tile_row = jnp.arange(block_s, dtype=jnp.int32)
-    row = step * block_s + tile_row
     items = kv_heads * columns
     # A divisor, so that no load needs a mask: within a step that ran, every weight was stored, zeros for padding.
     chunk = min(items & -items, SUM_ELEMENTS // block_s)
     first = out * per_out
+    written, visible = written_ref[batch], visible_ref[batch]
+    item_axis = 1 if keys_first else 0
 
-    def add(i, total):
+    def load(at, runs, shape):
+        if runs is None:
+            return pltriton.load(at)
+        return pltriton.load(at, mask=jnp.broadcast_to(runs, shape), other=0.0)
+
+    def load_items(i):
         item = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         # Not // and %, whose sign corrections hide from the compiler that the columns of an item are adjacent.
         kv_head, column = jax.lax.div(item, columns), jax.lax.rem(item, columns)
         # The other columns belong to another output or are padding.
         there = (column >= first) & (column < jnp.minimum(first + per_out, used))
-        item_axis = 1 if keys_first else 0
+        return kv_head, column, there, load_lse(*lse_refs, batch, kv_head, column, there)
+
+    def add(items, step, total, runs=None):
+        kv_head, column, there, lse = items
         index = (kv_head[None, :], tile_row[:, None], column[None, :])
         if not keys_first:
             index = (kv_head[:, None], column[:, None], tile_row[None, :])
-        weights = pltriton.load(weights_ref.at[(batch, step, *index)])
-        top = pltriton.load(top_ref.at[batch, step, kv_head, column])
-        lse = load_lse(*lse_refs, batch, kv_head, column, there)
+        weights = load(
+            weights_ref.at[(batch, step, *index)], runs, (block_s, chunk) if keys_first else (chunk, block_s)
+        )
+        top = load(top_ref.at[batch, step, kv_head, column], runs, (chunk,))
         share = jnp.where(there, jnp.exp2(top - lse), 0.0)
         return total + jnp.sum(jnp.expand_dims(share, 1 - item_axis) * weights.astype(jnp.float32), axis=item_axis)
 
-    written = written_ref[batch]
-    # Steps past the written rows hold nothing.
-    chunks = jnp.where(step * block_s < written, jnp.int32(items // chunk), jnp.int32(0))
-    total = jax.lax.fori_loop(jnp.int32(0), chunks, add, jnp.zeros((block_s,), jnp.float32))
-    score = jnp.where(row < visible_ref[batch], total * factor, -jnp.inf)
-    pltriton.store(out_ref.at[batch, out, row], score, mask=row < capacity)
+    def sum_step(step, items_of_all):
+        # Steps past the written rows hold nothing.
+        runs = (step < steps) & (step * block_s < written)
+        total = jnp.zeros((block_s,), jnp.float32)
+        if items_of_all is not None:
+            total = add(items_of_all, step, total, runs)
+        else:
+            chunks = jnp.where(runs, jnp.int32(items // chunk), jnp.int32(0))
+            total = jax.lax.fori_loop(jnp.int32(0), chunks, lambda i, t: add(load_items(i), step, t), total)
+        row = step * block_s + tile_row
+        score = jnp.where(row < visible, total * factor, -jnp.inf)
+        pltriton.store(out_ref.at[batch, out, row], score, mask=row < capacity)
+
+    items_of_all = load_items(0) if items == chunk else None
+    for i in range(per_program):
+        sum_step(pl.program_id(0) * per_program + i, items_of_all)
 
 
 def sum_weights(
@@ -164,18 +186,21 @@ def sum_weights(
       factor: on every score.
     """
     batch, steps = weights.shape[:2]
+    # A program of few heads' weights would wait longer for its first byte than for the rest.
+    per_program = max(1, SUM_ELEMENTS // math.prod(weights.shape[2:]))
     kernel = functools.partial(
         _sum_kernel,
         load_lse=load_lse,
         keys_first=keys_first,
         used=used,
         per_out=used // num_out,
+        per_program=per_program,
         factor=factor,
     )
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, num_out, capacity), jnp.float32),
-        grid=(steps, num_out, batch),
+        grid=(ceil_div(steps, per_program), num_out, batch),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name=name,

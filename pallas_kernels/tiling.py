@@ -28,8 +28,8 @@ def choose_splits(programs: int, steps: int, resident: int, startup_steps: int =
     """Returns how many programs should share the `steps` of each of `programs` equal loops.
 
     Models the time, in steps, as waves of `resident` programs, each as long as its share of the steps plus a fixed
-    start, plus the launch of a merge, `merge_steps`, that grows slowly with the number of splits. The last wave is then nearly full: a
-    few programs over one wave would cost as much as a second wave.
+    start, plus a merge of `merge_steps` that grows slowly with the number of splits. The last wave is then nearly full:
+    a few programs over one wave would cost as much as a second wave.
     """
 
     def cost(splits: int) -> float:

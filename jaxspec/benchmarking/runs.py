@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,9 +92,15 @@ class Runs:
         """Rows of the batch."""
         return self.request.keys.shape[0]
 
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles side by side what is not compiled yet."""
+        new = {c.method: self._models(c) for c in candidates if c.method not in self._programs}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._compile, new.values(), new))
+
     def run(self, candidate: Candidate) -> Timed:
         """One run, appended to the candidate's; the first of a method compiles it."""
-        method, models = candidate.method, self.models.replace(draft_params=candidate.draft_params)
+        method, models = candidate.method, self._models(candidate)
         first, rest = self._programs.get(method) or self._compile(models, method)
         state = jax.block_until_ready(first(models, self.cache, self.request))
         started = time.perf_counter()
@@ -112,7 +119,7 @@ class Runs:
 
     def phases(self, candidate: Candidate, num_rounds: int) -> dict[str, float]:
         """Median milliseconds of a round's phases, each as a program of its own, and of the whole round."""
-        method, models = candidate.method, self.models.replace(draft_params=candidate.draft_params)
+        method, models = candidate.method, self._models(candidate)
         if method.segment_rounds:
             method = method.fixed(models.target.config.num_layers)
         state = (self._programs.get(method) or self._compile(models, method))[0](models, self.cache, self.request)
@@ -123,6 +130,9 @@ class Runs:
         profile = timer.profile()._asdict()
         del profile["num_rounds"]
         return {phase: 1e3 * seconds for phase, seconds in profile.items() if seconds is not None}
+
+    def _models(self, candidate: Candidate) -> Models:
+        return self.models.replace(draft_params=candidate.draft_params)
 
     def _compile(self, models: Models, method: Method) -> tuple[Any, Any]:
         options = {"method": method, "max_new_tokens": self.new_tokens}
@@ -140,6 +150,7 @@ class Runs:
 def measure_interleaved(runs: Runs, candidates: Sequence[Candidate], repeats: int) -> None:
     """`repeats` runs of every candidate, in turns, so that a drift of the device meets all alike. One more run of each
     comes first and does not count."""
+    runs.prepare(candidates)
     for repeat in range(repeats + 1):
         for candidate in candidates:
             runs.run(candidate)
