@@ -263,7 +263,7 @@ def chi_square(tokens, probs):
 
 def test_sampling_follows_the_sparse_targets_own_distribution():
     """With a set that is fixed before the draft; the full model's distribution is another, so this is lossy."""
-    draws, sampling = 4000, Sampling(1.0)
+    draws, sampling = 1500, Sampling(1.0)
     case = make_case("dustin", layers=1, signal="history", sparse_drafts="off")
     prompt, length = (x[:1] for x in prompts())
     state, _ = state_after(case, GREEDY, 1, prompt, length)
@@ -287,7 +287,7 @@ def test_sampling_follows_the_sparse_targets_own_distribution():
     after, _ = fused_step(case.models, many, request, np.zeros(draws, bool), case.method, ROUND_LIMIT)
     tokens = np.asarray(after.tokens)[:, int(state.num_tokens[0])]
     assert chi_square(tokens, sparse) > MIN_P_VALUE
-    assert chi_square(tokens, full) < 1e-9
+    assert chi_square(tokens, full) < 1e-6
     assert 0.2 < np.mean(np.asarray(after.stats.accepted)[:, 1] > 0) < 0.95
     assert not Dustin.lossless
     assert not SelfDustin.lossless
