@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
     stats: Stats | None  # on the last chunk only
     profile: Profile | None = None  # on the last chunk, when asked for
     plans: list[dict[str, Any]] | None = None  # on the last chunk, of methods that replan: what each plan was
+    report: dict[str, np.ndarray] | None = None  # on the last chunk: what the method itself counted, as in `Output`
 
 
 def stream(
@@ -107,7 +108,9 @@ def _chunks(
         done = not np.any(finish == Finish.RUNNING)
         chunk = Chunk(emitted, text, [Finish(f) for f in finish], _counted(stats, counted) if done else None)
         if done:
-            chunk = chunk._replace(profile=None if timer is None else timer.profile(), plans=rounds.plans())
+            chunk = chunk._replace(
+                profile=None if timer is None else timer.profile(), plans=rounds.plans(), report=rounds.report()
+            )
         yield chunk
         if done:
             return
@@ -129,6 +132,10 @@ class _Rounds:
         self._step = step
         self._run = Run(models, request, max_new_tokens, state, self._lower)
         self._segment_started = 0.0
+
+    def report(self) -> dict[str, np.ndarray]:
+        """What the method has counted so far."""
+        return jax.tree.map(np.asarray, self._method.report(self._run.state.method_state))
 
     def plans(self) -> list[dict[str, Any]] | None:
         """The log of plans so far; None where the method does not replan."""

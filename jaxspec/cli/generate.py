@@ -99,12 +99,14 @@ def _generate(args: argparse.Namespace) -> int:
     metrics, ended = measure(chunk.stats), finish.name.lower()
     run = {"model": args.model, "method": args.method, "options": option_values(method)}
     run["lossless"] = method.lossless
+    if chunk.report:
+        run["report"] = {name: values[0].item() for name, values in chunk.report.items()}
     if args.json:
         record = {"schema_version": SCHEMA_VERSION, "text": text, "tokens": tokens, "finish": ended, **figures, **run}
         print(json.dumps({**record, "metrics": metrics.as_dict()}, ensure_ascii=False))
     else:
         print(flush=True)
-        print(figures_line(figures, metrics, ended, jax.devices()[0], method.lossless), file=sys.stderr)
+        print(figures_line(figures, metrics, ended, jax.devices()[0], run), file=sys.stderr)
     if args.trace is not None:
         plans = {} if chunk.plans is None else {"plans": chunk.plans}
         write_trace(args.trace, {**run, "finish": ended, **figures, **plans}, chunk.stats, metrics)

@@ -23,7 +23,7 @@ def check_outputs(trace: Path | None, plot: Path | None) -> None:
             raise ValueError(f"{flag} {path}: not a file in an existing directory")
 
 
-def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, lossless: bool = True) -> str:
+def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, run: dict[str, Any]) -> str:
     """One line of figures; speculation is left out where nothing was drafted. What is lossy is called so."""
     rate = figures["decode_tokens_per_second"]
     decode = "" if rate is None else f" at {rate:.1f} tokens/s"
@@ -38,7 +38,9 @@ def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device:
         parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
     parts.append(f"compile {figures['compile_seconds']:.1f} s")
     parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB")
-    if not lossless:
+    for name, value in run.get("report", {}).items():
+        parts.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+    if not run["lossless"]:
         parts.append("lossy")
     return f"[{' | '.join(parts)} | {device.device_kind}]"
 

@@ -38,8 +38,10 @@ def _verify(args: argparse.Namespace) -> int:
 
     import jaxspec
     from jaxspec.lossless import Check, check_enumeration, check_greedy, check_sampling
-    from jaxspec.methods import Models
+    from jaxspec.methods import Models, find_methods
 
+    if not find_methods()[args.method].lossless:
+        raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
     check_method_flags(args)
     if args.method == "plain":
         raise ValueError("choose a --method to verify: plain decoding is what the others are compared with")
@@ -50,8 +52,6 @@ def _verify(args: argparse.Namespace) -> int:
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     loaded = jaxspec.load(args.model, dtype=dtype)
     method, draft_params = method_from_flags(args, loaded, dtype)
-    if not method.lossless:
-        raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
     models = Models(loaded.model, loaded.params, draft_params)
     prompts = _prompts(args, loaded)
     unfiltered, filtered = jaxspec.Sampling(args.temperature), jaxspec.Sampling(args.temperature, top_p=0.8)

@@ -90,13 +90,16 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
     assert names == ["arr.png", "dustin.draft-heads.json", "dustin.json", "dustin.target-heads.json", "text.txt"]
 
     flags = ["generate", "--model", "target", "--prompt-file", text, "--max-new-tokens", 8, "--method", "dustin"]
-    flags += ["--draft", "draft", "--config", out, "--sparse-drafts", "last", "--budget", 40]
+    flags += ["--draft", "draft", "--config", out, "--sparse-drafts", "last", "--budget", 40, "--refresh-every", 1]
     code, _, line = run(capsys, *flags)
     assert code == 0
     assert "| lossy |" in line
     assert "tokens per round" in line
+    assert "agreed" in line
     result = json.loads(run(capsys, *flags, "--json")[1])
     assert result["lossless"] is False
+    assert 0 < result["report"]["agreed"] <= result["report"]["checked"] < 8
+    assert result["report"]["drift"] >= 0
     options = {"budget": 40, "sparse_drafts": "last", "num_draft": 2, "sinks": 4, "window": 16}
     assert options.items() <= result["options"].items()
 
@@ -145,3 +148,9 @@ def test_wrong_flags_of_generate(capsys, tmp_path, monkeypatch, args, message):
     code, _, err = run(capsys, "generate", "--model", "target", "--prompt", "w1", *args)
     assert code == 2
     assert message in err
+
+
+def test_what_is_lossy_is_not_verified(capsys):
+    code, _, err = run(capsys, "verify", "--model", "target", "--method", "dustin")
+    assert code == 2
+    assert "--method dustin is lossy by design" in err
