@@ -15,7 +15,7 @@ from jaxspec.planning import load_profile
 
 @pytest.fixture(autouse=True)
 def tiny_checkpoint(monkeypatch):
-    monkeypatch.setattr(jaxspec, "load", lambda *_, **__: loaded(*tiny_model(3), VOCAB))
+    monkeypatch.setattr(jaxspec, "load", lambda *_, **__: loaded(*tiny_model(2), VOCAB))
     monkeypatch.setattr(cli_methods, "load", jaxspec.load)
 
 
@@ -38,11 +38,11 @@ def test_profile_then_generate(capsys, tmp_path):
     record = json.loads(path.read_text())
     assert record["schema_version"] == 1
     assert record["selection"] == "vegas:min_keep=8"
-    assert record["model"]["num_layers"] == 3
+    assert record["model"]["num_layers"] == 2
     assert {"device", "jax", "dtype", "batch", "measured"} <= set(record)
     assert [p.name for p in tmp_path.glob(".*")] == []
     profile = load_profile(path)
-    assert (profile.num_layers, profile.batch, profile.rows) == (3, 1, 4)
+    assert (profile.num_layers, profile.batch, profile.rows) == (2, 1, 4)
     # a plain step of these dozens of microseconds is noise, so that drafting is made to pay
     record["profile"]["overhead"] = 1.0
     path.write_text(json.dumps(record))
