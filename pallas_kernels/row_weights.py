@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.online import LOWEST
-from pallas_kernels.tiling import ceil_div
+from pallas_kernels.tiling import MULTIPROCESSORS, ceil_div
 
 SUM_ELEMENTS = 8192
 
@@ -174,6 +174,7 @@ def sum_weights(
     factor: float,
     interpret: bool,
     name: str,
+    per_program: int | None = None,
 ) -> jax.Array:
     """Returns scores [B,num_out,S]: output i sums columns i * used/num_out and on, over all kv heads.
 
@@ -184,10 +185,13 @@ def sum_weights(
       lse_operands, load_lse: load_lse(*refs, batch, kv_head, column, mask) gives the log-sum-exp per item.
       used: columns that are not padding.
       factor: on every score.
+      per_program: steps that a program sums; None chooses.
     """
     batch, steps = weights.shape[:2]
-    # A program of few heads' weights would wait longer for its first byte than for the rest.
-    per_program = max(1, SUM_ELEMENTS // math.prod(weights.shape[2:]))
+    if per_program is None:
+        # A program of one step would wait longer for its first byte than for the rest, but there must be enough.
+        per_program = max(4, 2 * SUM_ELEMENTS // math.prod(weights.shape[2:]))
+        per_program = max(1, min(per_program, steps * batch * num_out // (4 * MULTIPROCESSORS)))
     kernel = functools.partial(
         _sum_kernel,
         load_lse=load_lse,
