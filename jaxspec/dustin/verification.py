@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.cache_rows import put_rows, rows_from
 from jaxspec.dustin.refresh import Refresh, init_refresh, note_round, run_refresh
 from jaxspec.dustin.rivals import Rival, init_rival, observe_rival, quest_selector, ranked_rows
 from jaxspec.dustin.scoring import Heads, check_heads, choose_rows, head_scores, layers_of, mass_on, recent_rows
@@ -23,7 +24,6 @@ from jaxspec.types import (
     KVCache,
     KVSelection,
     KVSelector,
-    LayerCache,
     Verdict,
 )
 
@@ -208,18 +208,19 @@ class SparseVerification(Method):
         out = models.forward(tokens, state.cache, state.length, selection=selection, collect=collect)
         if self.min_arr <= 0:
             return out
-        low = own.arr < self.min_arr
-        written = tuple(
-            LayerCache(*(_rows_from(x, state.length, tokens.shape[1]) for x in layer)) for layer in out.cache
-        )
+        low, length = own.arr < self.min_arr, state.length
+        sparse_rows = jax.tree.map(lambda x: rows_from(x, length, tokens.shape[1]), out.cache)
+
+        def pick(full: Array, sparse: Array) -> Array:
+            return jnp.where(low.reshape(-1, *[1] * (full.ndim - 1)), full, sparse)
 
         def run_full(_: Array, sparse: tuple) -> tuple:
-            full = models.forward(tokens, sparse[0], state.length, collect=collect)
-            cache = tuple(
-                LayerCache(*(_put_rows(x, old, state.length, low) for x, old in zip(layer, kept, strict=True)))
-                for layer, kept in zip(full.cache, written, strict=True)
-            )
-            pick = lambda a, b: jnp.where(low.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+            full = models.forward(tokens, sparse[0], length, collect=collect)
+
+            def settle(x: Array, rows: Array) -> Array:
+                return put_rows(x, pick(rows_from(x, length, tokens.shape[1]), rows), length)
+
+            cache = jax.tree.map(settle, full.cache, sparse_rows)
             return cache, pick(full.logits, sparse[1]), tuple(map(pick, full.queries, sparse[2]))
 
         # a loop of no or one trip: the branches of lax.cond would copy the caches
@@ -304,14 +305,3 @@ class SparseVerification(Method):
             return KVSelection(rows=own.rows, valid=own.valid, window=2 * self.num_draft + 1)
         rows = recent_rows(state.length, state.cache[0].k.shape[1], budget=self.budget, sinks=self.sinks)
         return KVSelection(rows=rows, valid=state.length, window=max(self.num_draft, 1))
-
-
-def _rows_from(x: Array, start: Array, count: int) -> Array:
-    return jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, count))(x, start)
-
-
-def _put_rows(x: Array, rows: Array, start: Array, keep: Array) -> Array:
-    """x [B, S, ...] with `rows` [B, T, ...] at `start` [B], except where `keep` [B]."""
-    now = _rows_from(x, start, rows.shape[1])
-    rows = jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), now, rows)
-    return jax.vmap(lambda x, rows, start: jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0))(x, rows, start)

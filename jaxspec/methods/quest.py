@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
+from jaxspec.cache_rows import put_rows, rows_from
 from jaxspec.drafting import self_draft
 from jaxspec.methods.base import Method, Models, draft_sampling_option, num_draft_option, option
 from jaxspec.sampling import Sampling
@@ -104,8 +104,8 @@ def renew_bounds(
     first = jnp.minimum(length // size, total - touched)
 
     def renew(bounds: PageBounds, keys: Array) -> PageBounds:
-        new = page_bounds(_rows_from(keys, first * size, touched * size), size)
-        return PageBounds(*map(partial(_put_rows, start=first), bounds, new))
+        new = page_bounds(rows_from(keys, first * size, touched * size), size)
+        return PageBounds(*map(partial(put_rows, start=first), bounds, new))
 
     return tuple(renew(old, layer.k) for old, layer in zip(bounds, cache, strict=True))
 
@@ -114,14 +114,6 @@ def page_bounds(keys: Array, size: int) -> PageBounds:
     """The bounds of pages of `size` rows of keys [B, S, K, H]."""
     pages = keys.reshape(keys.shape[0], -1, size, *keys.shape[2:])
     return PageBounds(jnp.min(pages, axis=2), jnp.max(pages, axis=2))
-
-
-def _rows_from(x: Array, start: Array, count: int) -> Array:
-    return jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, count))(x, start)
-
-
-def _put_rows(x: Array, rows: Array, start: Array) -> Array:
-    return jax.vmap(lambda x, rows, start: jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0))(x, rows, start)
 
 
 def select_pages(
