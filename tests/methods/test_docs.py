@@ -11,7 +11,8 @@ from jaxspec import methods
 from jaxspec.cli import main
 from jaxspec.methods import find_methods
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "adding_a_method.md"
 NAME = "prompt-lookup"
 
 
@@ -27,6 +28,7 @@ def documented(monkeypatch, tmp_path):
 def test_the_documented_method(documented, capsys):
     body = documented[documented.index("class ") :]
     assert len([line for line in body.splitlines() if line.strip()]) <= 30
+    assert body in (ROOT / "examples" / "add_a_method.py").read_text(encoding="utf-8")
     assert find_methods()[NAME].__name__ == "PromptLookup"
     conformance.test_greedy_output_is_that_of_plain_decoding(NAME)
     conformance.test_an_equal_method_does_not_recompile(NAME)
