@@ -19,23 +19,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ceiling import copy_ceiling
 
+from jaxspec.benchmarking.ceiling import copy_ceiling
+from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params, step_bytes
 from jaxspec.decode import decode_all, prefill
 from jaxspec.methods import Models, Plain
-from jaxspec.models import Decoder, ModelConfig, RopeConfig, param_shapes
+from jaxspec.models import Decoder, ModelConfig
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import DecodeState, LayerCache, Stats
-
-SHAPES = {
-    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072, RopeConfig(1e6), qkv_bias=True),
-    "qwen2.5-1.5b": ModelConfig(
-        "qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 131072, RopeConfig(1e6), tie_word_embeddings=True, qkv_bias=True
-    ),
-    "llama3.1-8b": ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, RopeConfig(5e5)),
-    "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 131072, RopeConfig(1e6), qkv_bias=True),
-}
+from jaxspec.types import DecodeState, Stats
 
 
 def main() -> None:
@@ -95,17 +87,6 @@ def save(results: dict, path: Path | None) -> None:
         path.write_text(json.dumps(results, indent=1))
 
 
-def random_params(config: ModelConfig):
-    """bf16 weights of the model's sizes, made on the device leaf by leaf."""
-    leaves, tree = jax.tree.flatten(param_shapes(config))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def draw(shape, key):
-        return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
-
-    return jax.tree.unflatten(tree, [draw(leaf.shape, jax.random.key(i)) for i, leaf in enumerate(leaves)])
-
-
 def time_decode(models: Models, batch: int, context: int, steps: int, profile: Path | None) -> dict:
     """Seconds per step of the loop of `generate`, from a cache of `context` random rows per sequence."""
     config = models.target.config
@@ -115,12 +96,7 @@ def time_decode(models: Models, batch: int, context: int, steps: int, profile: P
 
     def state() -> DecodeState:
         capacity = -(-(context + steps + 1) // 128) * 128
-        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-        # drawn, not zeros: zeros run faster than data
-        keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
-        draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-        cache = tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
-        return small_state().replace(cache=cache)
+        return small_state().replace(cache=random_cache(config, batch, capacity))
 
     @jax.jit  # so that no two fields share a buffer, which could not be donated twice
     def small_state() -> DecodeState:
@@ -153,17 +129,12 @@ def time_decode(models: Models, batch: int, context: int, steps: int, profile: P
         ready = jax.block_until_ready(state())
         run = lambda: jax.block_until_ready(compiled(models=models, state=ready, request=request).tokens)  # noqa: E731
         _profile(run, profile, f"decode_b{batch}_{context}")
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(models.params))
-    if not config.tie_word_embeddings:
-        weights -= models.params["embedding"].nbytes
-    mean_rows = context + (steps + 1) / 2
-    kv = int(batch * mean_rows * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2)
     return {
         "batch": batch,
         "context": context,
         "seconds": statistics.median(times) / steps,
         "spread": (max(times) - min(times)) / steps,
-        "bytes": weights + kv,
+        "bytes": step_bytes(config, batch, context + steps // 2 + 1, 2),
         "compile_seconds": compile_seconds,
     }
 

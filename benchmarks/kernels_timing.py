@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ceiling import copy_ceiling
+
+from jaxspec.benchmarking.ceiling import copy_ceiling
 
 L2_BYTES = 200e6
 

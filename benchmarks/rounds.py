@@ -15,18 +15,17 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from ceiling import copy_ceiling
-from decode import SHAPES, _profile, random_params, save
+from decode import _profile, save
 
+from jaxspec.benchmarking.ceiling import copy_ceiling
+from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
 from jaxspec.decode import begin, decode_step
 from jaxspec.methods import Method, Models, Plain, Quest, Streaming, Vegas
 from jaxspec.models import Decoder
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import KVCache, LayerCache
 
 
 def main() -> None:
@@ -95,7 +94,7 @@ def measure(models: Models, method: Method, case: str, name: str, args: argparse
         step = lambda _, state: decode_step(models, state, request, method, new_tokens)[0]  # noqa: E731
         return jax.lax.fori_loop(0, args.rounds, step, state)
 
-    state = start(models, random_cache(models, batch, capacity), request)
+    state = start(models, random_cache(models.target.config, batch, capacity), request)
     began = time.perf_counter()
     compiled = jax.jit(run, donate_argnums=1).lower(models, state, request).compile()
     compile_seconds = time.perf_counter() - began
@@ -126,15 +125,6 @@ def measure(models: Models, method: Method, case: str, name: str, args: argparse
         "phases": phases,
         "compile_seconds": compile_seconds,
     }
-
-
-def random_cache(models: Models, batch: int, capacity: int) -> KVCache:
-    """A cache of random rows: zeros would run faster than data."""
-    config = models.target.config
-    shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
-    return tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
 
 
 if __name__ == "__main__":
