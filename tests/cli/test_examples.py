@@ -16,7 +16,9 @@ def example(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["generate_in_jit", "convert_and_generate", "add_a_method", "add_a_family"])
+@pytest.mark.parametrize(
+    "name", ["generate_in_jit", "convert_and_generate", "add_a_method", "add_a_family", "long_document"]
+)
 def test_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
 
@@ -51,6 +53,18 @@ def test_add_a_method(capsys, checkpoint):
 def test_add_a_family(capsys):
     example("add_a_family").main()
     assert len(capsys.readouterr().out.strip("[]\n").split(",")) == 16
+
+
+def test_long_document(capsys, checkpoint, tmp_path):
+    document = tmp_path / "document.txt"
+    document.write_text("the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 3)
+    module = example("long_document")
+    module.METHODS = {name: module.METHODS[name] for name in ("plain", "vegas")}
+    module.main(checkpoint.converted, str(document), "who sleeps?", 12)
+    out = capsys.readouterr().out
+    assert "tokens of prompt" in out
+    assert re.search(r"plain +[\d.]+ tokens/s +1\.00 tokens per round", out)
+    assert re.search(r"vegas +[\d.]+ tokens/s +[\d.]+ tokens per round", out)
 
 
 def test_with_a_checkpoint(capsys, checkpoint):

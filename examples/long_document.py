@@ -1,0 +1,49 @@
+"""Asks a question about a long document with every lossless method: the answer, and what each method costs.
+
+python examples/long_document.py checkpoints/smollm2 docs/methods.md "How does Vegas choose the rows it reads?"
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+import jaxspec
+from jaxspec.metrics import measure
+
+METHODS = {
+    "plain": jaxspec.Plain(),
+    "streaming": jaxspec.Streaming(),
+    "quest": jaxspec.Quest(),
+    "vegas": jaxspec.Vegas(),
+    "knapspec": jaxspec.KnapSpec(),
+    "knapspec + vegas": jaxspec.KnapSpec(selection=jaxspec.Vegas()),
+}
+
+
+def main(path: str, document: str, question: str, new_tokens: int = 128) -> None:
+    """Prints the answer of plain decoding, then a line per method; the others give the same answer."""
+    loaded = jaxspec.load(path, dtype="float32" if jax.default_backend() == "cpu" else None)
+    model, params, tokenizer = loaded
+    message = [{"role": "user", "content": f"{Path(document).read_text(encoding='utf-8')}\n\n{question}"}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    print(f"{len(ids)} tokens of prompt")
+
+    for name, method in METHODS.items():
+        for _ in range(2):  # the first run compiles
+            options = {"method": method, "max_new_tokens": new_tokens, "eos_ids": loaded.eos_ids}
+            tokens, started = [], None
+            for chunk in jaxspec.stream(model, params, [ids], [len(ids)], jax.random.key(0), **options):
+                started = started or time.perf_counter()  # the first chunk comes with the end of the prefill
+                tokens += chunk.tokens[0]
+            seconds = time.perf_counter() - started
+        if name == "plain":
+            print(tokenizer.decode(tokens, skip_special_tokens=True), end="\n\n")
+        rounds = measure(chunk.stats).tokens_per_round.token_weighted
+        print(f"{name:18}{(len(tokens) - 1) / seconds:8.1f} tokens/s {rounds:6.2f} tokens per round", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
