@@ -51,7 +51,7 @@ class Report:
             return None
         try:
             return function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")[:600]
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.results["failures"].append(f"{label}: {text} ({where.name}, line {where.lineno})")
