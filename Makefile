@@ -32,6 +32,7 @@ test-kernels: $(VENV)/test.stamp
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) checkpoints
@@ -62,4 +63,5 @@ $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet "$(RUFF)"
+	$(BIN)/python -m pip install --quiet -e ".[convert,lint]"
 	@touch $@

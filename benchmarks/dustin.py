@@ -51,7 +51,7 @@ class Report:
             return None
         try:
             return function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")[:600]
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.results["failures"].append(f"{label}: {text} ({where.name}, line {where.lineno})")
@@ -77,7 +77,7 @@ def main() -> None:
         "lossy": "all methods but plain and draft-model",
         "failures": [],
     }
-    report = Report(args.folder / f"dustin_{'_'.join(args.parts)}.json", started + args.limit, head)
+    report = Report(args.folder / f"dustin_{args.name or '_'.join(args.parts)}.json", started + args.limit, head)
     print(f"copy ceiling {head['ceiling_bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
     real = [part for part in args.parts if part != "synthetic"]
     if real:
@@ -126,6 +126,7 @@ def arguments() -> argparse.Namespace:
     add("--only", nargs="*", help="names of the methods of quality")
     add("--limit", type=float, default=1500, help="seconds after which nothing new is started")
     add("--compilation-cache", help="folder of JAX's persistent compilation cache")
+    add("--name", help="of the JSON file; default: the parts")
     add("--folder", type=Path, required=True, help="where results and the configuration go")
     args = parser.parse_args()
     if args.tiny:

@@ -80,7 +80,8 @@ class Pair:
         request = prepared.request
 
         def state_of(name: str) -> DecodeState:
-            state = jax.eval_shape(lambda s: s, _with_caches(prepared.small, *prepared.caches))
+            state = _without_draft(methods[name], _with_caches(prepared.small, *prepared.caches))
+            state = jax.eval_shape(lambda s: s, state)
             return jax.eval_shape(partial(self._adapt, methods[name], self.models), state, request)
 
         def build_loop(name: str) -> None:
@@ -107,12 +108,10 @@ class Pair:
     def start(self, name: str, method, prepared: Prefilled) -> DecodeState:
         """The state of a method after the shared prefill."""
         state = prepared.state()
-        adapt = self.starts.setdefault(name, jax.jit(partial(self._adapt, method), donate_argnums=1))
-        if not isinstance(method, SparseVerification | DraftModel):
+        if not method.needs_draft_params:
             prepared.spare = state.method_state.own.cache
-            state = state.replace(method_state=())
-            return state
-        return adapt(self.models, state, prepared.request)
+        adapt = self.starts.setdefault(name, jax.jit(partial(self._adapt, method), donate_argnums=1))
+        return adapt(self.models, _without_draft(method, state), prepared.request)
 
     def _adapt(self, method, models: Models, state: DecodeState, request: Request) -> DecodeState:
         base: SparseState = state.method_state
@@ -163,16 +162,17 @@ class Pair:
         last = np.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
         count = tokens.shape[1]
         inputs = np.concatenate([last, tokens], axis=1)
-        padded = np.pad(inputs, ((0, 0), (0, CHUNK)))
-        hits, gaps = [], []
+        hits, gaps = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, np.float32)
         for begin in range(0, count, CHUNK):
-            fed, wanted = padded[:, begin : begin + CHUNK], padded[:, begin + 1 : begin + 1 + CHUNK]
+            # the last chunk begins earlier instead of writing past the run's own rows
+            begin = max(min(begin, count - CHUNK), 0)
+            fed, wanted = inputs[:, begin : begin + CHUNK], tokens[:, begin : begin + CHUNK]
             start = (lengths - 1 + begin).astype(np.int32)
+            fed = fed[:, : wanted.shape[1]]
             target_cache, hit, gap = _judge(self.models.target, self.models.params, target_cache, fed, wanted, start)
-            hits.append(np.asarray(hit))
-            gaps.append(np.asarray(gap))
+            hits[:, begin : begin + CHUNK], gaps[:, begin : begin + CHUNK] = hit, gap
         prepared.caches = target_cache, draft_cache
-        return np.concatenate(hits, axis=1)[:, :count], np.concatenate(gaps, axis=1)[:, :count]
+        return hits, gaps
 
 
 def _draft(method, new_tokens, models, state, request):
@@ -200,6 +200,13 @@ def _judge(target, params, cache, tokens, wanted, start):
     out = target.apply({"params": params}, tokens, cache, start)
     chosen = jnp.take_along_axis(out.logits, wanted[..., None], axis=-1)[..., 0]
     return out.cache, jnp.argmax(out.logits, axis=-1) == wanted, jnp.max(out.logits, axis=-1) - chosen
+
+
+def _without_draft(method, state: DecodeState) -> DecodeState:
+    """The shared state without the draft model's, for methods that have none."""
+    if method.needs_draft_params:
+        return state
+    return state.replace(method_state=state.method_state.replace(own=()))
 
 
 def rows_measured(stats, at: np.ndarray) -> dict:

@@ -20,7 +20,7 @@ from jaxspec.calibration.scan import Scan, scan_heads
 from jaxspec.calibration.search import Budget, HeadSet
 from jaxspec.calibration.traces import collect_traces
 from jaxspec.dustin.config import options_from_config
-from jaxspec.methods import DraftModel, Dustin, Models, Plain
+from jaxspec.methods import DraftModel, Dustin, Models, Plain, SelfDustin
 
 DEPTHS = tuple((i + 0.5) / 10 for i in range(10))
 
@@ -142,7 +142,10 @@ class Study:
             "snapkv": dataclasses.replace(hybrid, signal="snapkv", **rival),
             "quest": dataclasses.replace(hybrid, signal="quest", **rival),
         }
-        return found
+        # the target as its own draft: its retrieval heads look ahead as well as back
+        shared = {f.name: getattr(hybrid, f.name) for f in dataclasses.fields(SelfDustin) if hasattr(hybrid, f.name)}
+        shared |= {"draft_heads": hybrid.target_heads, "sparse_drafts": "last"}
+        return found | {"self-dustin, drafts on the last rows": SelfDustin(**shared)}
 
     def quality(self) -> None:
         """Tokens per round, agreement with the full model and needle accuracy of every method."""

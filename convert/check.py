@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,8 @@ def check_conversion(source: Source, directory: Path) -> list[CheckRow]:
     tokenizer_eos = getattr(loaded.tokenizer, "eos_token_id", None)
     del loaded
     reference = run_reference(source, stored, tokens, num_cached, positions)
-    expected_eos = reference.eos_ids | ({tokenizer_eos} - {None})
-    expected_eos = {i for i in expected_eos if 0 <= i < config.vocab_size}
+    named_eos = reference.eos_ids | {tokenizer_eos}
+    expected_eos = {i for i in named_eos if i is not None and 0 <= i < config.vocab_size}
     return [
         tokenizer_row,
         _logit_row(f"full forward, {len(tokens)} tokens", logits, reference.logits),
@@ -133,7 +134,7 @@ def _run(loaded: Loaded, tokens: list[int], num_cached: int) -> tuple[np.ndarray
 
     @jax.jit
     def forward(params: Params, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]:
-        out = loaded.model.apply({"params": params}, tokens, cache, start)
+        out: Any = loaded.model.apply({"params": params}, tokens, cache, start)
         return out.logits[0], out.cache
 
     def start(position: int) -> Array:

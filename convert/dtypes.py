@@ -1,5 +1,7 @@
 """Parameter dtypes and casts that refuse to invent infinities."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -15,7 +17,7 @@ CHUNK_ELEMENTS = 4 << 20  # elements decoded at a time: bounds the float32 copy 
 _EXPONENT_MASK = {2: {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}}
 
 
-def target_dtype(name: object) -> np.dtype:
+def target_dtype(name: Any) -> np.dtype:
     """The numpy dtype of 'float32', 'bfloat16' or 'float16' (or of anything that numpy names so).
 
     Raises:
@@ -27,10 +29,11 @@ def target_dtype(name: object) -> np.dtype:
     try:
         dtype = np.dtype(name)
     except TypeError:
-        dtype = None
-    if dtype not in DTYPES.values():
-        raise ConversionError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-    return dtype
+        pass
+    else:
+        if dtype in DTYPES.values():
+            return dtype
+    raise ConversionError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
 
 
 def cast_into(out: np.ndarray, values: np.ndarray, name: str) -> None:

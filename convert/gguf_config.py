@@ -115,7 +115,8 @@ def _integer(file: GGUFFile, arch: str, values: dict[str, Any], key: str, defaul
 
 def _real(file: GGUFFile, arch: str, values: dict[str, Any], key: str, default: float | None = None) -> float:
     value = values.get(key, default)
-    if type(value) not in (int, float, np.float32) or not math.isfinite(value) or value <= 0:
+    # a bool is an int too
+    if isinstance(value, bool) or not isinstance(value, int | float | np.float32) or not 0 < value < math.inf:
         raise ConversionError(f"{file.path}: {arch}.{key} must be a positive number, got {str(value)[:60]}")
     return float(str(value))  # the shortest decimal of the stored float32: 1e-05, not 9.999999747378752e-06
 

@@ -97,7 +97,7 @@ def build_tokenizer(file: GGUFFile) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges, fuse_unk=False))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
     if pre.split is not None:
         steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
@@ -163,7 +163,8 @@ def eos_token_ids(file: GGUFFile) -> list[int]:
     """Every id that ends a text: the eos, eot and eom ids, and control tokens named like an end of text."""
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise ConversionError(f"{file.path}: no tokenizer in the metadata (tokenizer.ggml.tokens)")
-    ids = {token_id(file, name) for name in ("eos", "eot", "eom")} - {None}
+    named = (token_id(file, name) for name in ("eos", "eot", "eom"))
+    ids = {i for i in named if i is not None}
     tokens, types = _vocabulary(file)
     ids |= {i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL and t in _END_TEXTS}
     return sorted(ids)

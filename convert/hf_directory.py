@@ -112,8 +112,7 @@ class HFDirectory(Source):
             )
         ((_, total, _), numbers) = next(iter(groups.items()))
         missing = sorted(set(range(1, int(total) + 1)) - numbers) if int(total) <= 99_999 else []
-        if missing:
-            example = _NUMBERED.fullmatch(present[0])
+        if missing and (example := _NUMBERED.fullmatch(present[0])):
             names = [
                 f"{present[0][: example.start('number')]}{number:05d}{present[0][example.end('number') :]}"
                 for number in missing[:20]

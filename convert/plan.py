@@ -38,7 +38,8 @@ def plan_leaves(source: Source, config: ModelConfig) -> list[PlannedLeaf]:
         raise ConversionError(f"{source.origin}: {config.num_layers} layers, but only {len(source.tensors)} tensors")
     sources = leaf_sources(config)
     problems = list(source.problems)
-    missing, misshaped, other_types, used = [], [], [], Counter()
+    missing, misshaped, other_types = [], [], []
+    used: Counter[str] = Counter()
     for leaf in sources.values():
         used.update(leaf.names)
         for name, shape in zip(leaf.names, leaf.shapes, strict=True):

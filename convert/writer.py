@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,7 +204,7 @@ def _write_params(directory: Path, source: Source, leaves: list[PlannedLeaf], dt
         node = tree
         for key in leaf.path[:-1]:
             node = node.setdefault(key, {})
-        node[leaf.path[-1]] = _Leaf(leaf, dtype, lambda leaf=leaf: _build(source, leaf, dtype))
+        node[leaf.path[-1]] = _Leaf(leaf, dtype, partial(_build, source, leaf, dtype))
     # compressing weights saves a fifth of the space and costs most of the time of converting and loading
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
     with (

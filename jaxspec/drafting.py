@@ -43,6 +43,7 @@ def draft_chain(
     *,
     first: Callable[[Any, Array], tuple[Array, Any]] | None = None,
     ends: Callable[[Array], Array] | None = None,
+    limit: Array | None = None,
 ) -> tuple[Draft, Any]:
     """Drafts `num_draft` tokens one after another, in a loop: the program holds one step, however many there are.
 
@@ -57,6 +58,7 @@ def draft_chain(
         ends: logits [B, V] -> bool [B], whether the draft ends with the token drawn from them; the loop ends with its
             last row. It sees distributions only: dropping a token because of its own draw would bias what the accept
             rule emits.
+        limit: int32 [], draft no more tokens than this, decided before the round; None: `num_draft`.
 
     Returns:
         The draft, with the very probabilities its tokens were drawn from (None when greedy), and the last carry.
@@ -90,14 +92,19 @@ def draft_chain(
     chain = _Chain(jnp.int32(0), carry, token, draft, jnp.ones(batch, bool))
     if first is not None:
         chain = add_token(chain, *first(carry, token))
+    # forced draws are made in every slot, used or not, so that the chances of all of them sum to 1
+    most = num_draft if limit is None or isinstance(keys, ForcedDraws) else jnp.minimum(limit, num_draft)
     if ends is None or isinstance(keys, ForcedDraws):
-        chain = jax.lax.fori_loop(0 if first is None else 1, num_draft, lambda _, chain: next_step(chain), chain)
+        chain = jax.lax.fori_loop(0 if first is None else 1, most, lambda _, chain: next_step(chain), chain)
     else:
-        chain = jax.lax.while_loop(lambda c: (c.slot < num_draft) & jnp.any(c.going), next_step, chain)
+        chain = jax.lax.while_loop(lambda c: (c.slot < most) & jnp.any(c.going), next_step, chain)
     if isinstance(keys, ForcedDraws) and not sampling.greedy:
         chances = jnp.take_along_axis(chain.draft.probs, keys.tokens[..., None], axis=2)[..., 0]
         keys.chance = jnp.prod(chances, axis=1)
-    return chain.draft, chain.carry
+    draft = chain.draft
+    if limit is not None:
+        draft = draft.replace(count=jnp.minimum(draft.count, limit))
+    return draft, chain.carry
 
 
 def self_draft(
@@ -108,6 +115,7 @@ def self_draft(
     keys: Array | ForcedDraws,
     *,
     ends: Callable[[Array], Array] | None = None,
+    limit: Array | None = None,
     **options: Any,
 ) -> tuple[Draft, KVCache]:
     """Drafts with the target's own weights into the scratch rows behind `state.length`.
@@ -123,4 +131,4 @@ def self_draft(
         out = forward(token[:, None], cache, state.length + slot, **options)
         return out.logits[:, 0], out.cache
 
-    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends)
+    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends, limit=limit)

@@ -64,7 +64,7 @@ class KVSelector:
 
 @struct.dataclass
 class LayerMask:
-    """Which sublayers run (True). Tuples of bool are static, bool arrays are traced (`lax.cond` per sublayer)."""
+    """Which sublayers run (True). Tuples of bool are static, bool arrays are traced (a branch per sublayer)."""
 
     attn: Array | tuple[bool, ...]  # [L]
     mlp: Array | tuple[bool, ...]  # [L]

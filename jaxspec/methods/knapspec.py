@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.drafting import draft_chain, self_draft
+from jaxspec.drafting import self_draft
 from jaxspec.methods.base import Method, Models, draft_sampling_option, option
 from jaxspec.methods.quest import Quest
 from jaxspec.methods.streaming import Streaming
@@ -177,30 +177,15 @@ class KnapSpec(Method):
         if self.execution == "static":
             if self.plan is None:
                 raise ValueError("KnapSpec has no plan yet: `generate` and `stream` make one; else give plan=...")
-            own, layers, num_draft = state.method_state, self.plan.layers, self.plan.num_draft
+            own, layers, num_draft, limit = state.method_state, self.plan.layers, self.plan.num_draft, None
         else:
             own, traced = state.method_state.selection, state.method_state
-            layers, num_draft = LayerMask(attn=traced.attn, mlp=traced.mlp), self.max_draft
-        options: dict[str, Any] = {"layers": layers}
+            layers, num_draft, limit = LayerMask(attn=traced.attn, mlp=traced.mlp), self.max_draft, traced.num_draft
+        options: dict[str, Any] = {"layers": layers, "ends": ends, "limit": limit}
         if self.selection:
             options["selection"] = self.selection.draft_selection(models, state.replace(method_state=own))
-        if self.execution == "static":
-            draft, cache = self_draft(models.forward, state, num_draft, sampling, keys, ends=ends, **options)
-            return draft, cache, state.method_state
-
-        def step(cache: KVCache, token: Array, slot: Array) -> tuple[Array, KVCache]:
-            def run(cache: KVCache) -> tuple[Array, KVCache]:
-                out = models.forward(token[:, None], cache, state.length + slot, **options)
-                return out.logits[:, 0], out.cache
-
-            def skip(cache: KVCache) -> tuple[Array, KVCache]:
-                return jnp.zeros((token.shape[0], models.target.config.vocab_size), jnp.float32), cache
-
-            return jax.lax.cond(slot < traced.num_draft, run, skip, cache)
-
-        draft, cache = draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends)
-        # slots behind the plan's number are filled, but not from the model
-        return draft.replace(count=jnp.minimum(draft.count, traced.num_draft)), cache, state.method_state
+        draft, cache = self_draft(models.forward, state, num_draft, sampling, keys, **options)
+        return draft, cache, state.method_state
 
     def verify_collect(self, draft: Draft) -> Collect:
         if not self.selection:

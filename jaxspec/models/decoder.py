@@ -1,5 +1,6 @@
 """The one decoder. Every method calls it with a selection, a layer mask or a collect request; none owns a copy."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -251,7 +252,7 @@ class Decoder(nn.Module):
                 scores.append(layer_scores)
             elif run is not False:
                 attend = partial(self._attend_alone, i, context)
-                x, layer_cache = jax.lax.cond(run, attend, lambda *same: same, _sum(x, update), layer_cache)
+                x, layer_cache = _run_if(run, attend, _sum(x, update), layer_cache)
                 update = None
             caches.append(layer_cache)
             hidden.append(_sum(x, update))
@@ -288,6 +289,12 @@ class Decoder(nn.Module):
         # a stateless apply, because bound modules may not be called inside lax.cond
         block = Block(self.config, layer, self.backend, parent=None)
         return block.apply({"params": self.variables["params"][f"layers_{layer}"]}, *args, method=method)
+
+
+def _run_if(run: Array, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) or args, by a loop of one round or none: lax.cond would copy a cache where it is skipped."""
+    body = lambda carry: (jnp.array(False), function(*carry[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda carry: carry[0], body, (jnp.asarray(run), args))[1]
 
 
 def _sum(x: Array, update: Array | None) -> Array:
