@@ -25,7 +25,7 @@ def plot_heads(path: Path, record: dict[str, Any]) -> None:
     figure = Figure(figsize=(2 + 0.25 * scores.shape[1], 2 + 0.2 * scores.shape[0]), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(scores, aspect="auto", cmap="viridis", vmin=0)
-    axes.set(xlabel="head", ylabel="layer", title=f"retrieval heads of {record['model']['name']}")
+    axes.set(xlabel="head", ylabel="layer", title=f"retrieval heads of {Path(record['model']['name']).name}")
     figure.colorbar(image, label="mean attention on the needle per answered token")
     figure.savefig(path)
 
@@ -35,7 +35,8 @@ def plot_arr(path: Path, record: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(f"attention recall, {record['target']['name']} with {record['draft']['name']}")
+    target, draft = (Path(record[role]["name"]).name for role in ("target", "draft"))
+    figure.suptitle(f"attention recall, {target} with {draft}")
     left, right = figure.subplots(1, 2, sharey=True)
     table = {int(rows): by_signal for rows, by_signal in record["arr"].items()}
     for signal, by_layer in table[record["budget"]].items():
@@ -47,4 +48,5 @@ def plot_arr(path: Path, record: dict[str, Any]) -> None:
         right.plot(rows, [np.mean(table[n][signal]) for n in rows], marker="o", label=signal)
     right.set(xlabel="rows", xscale="log", title="mean over layers")
     right.set_xticks(rows, [str(n) for n in rows])
+    right.minorticks_off()
     figure.savefig(path)
