@@ -33,7 +33,7 @@ def real_pair(target: str, draft: str, text: str, folder: Path) -> tuple:
     def encode(text: str) -> list[int]:
         return loaded[0].tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    ids, scores = encode(Path(text).read_text(encoding="utf-8"))[:4096], []
+    ids, scores = encode(Path(text).read_text(encoding="utf-8"))[:2048], []
     for name, one in zip((target, draft), loaded, strict=True):
         path = folder / f"heads{len(scores)}.json"
         record = scan_heads(name, Models(one.model, one.params), encode, [ids], Scan((1024,)), path)

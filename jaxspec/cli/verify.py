@@ -40,7 +40,8 @@ def _verify(args: argparse.Namespace) -> int:
     from jaxspec.lossless import Check, check_enumeration, check_greedy, check_sampling
     from jaxspec.methods import Models, find_methods
 
-    if not find_methods()[args.method].lossless:
+    chosen = find_methods().get(args.method)
+    if chosen is not None and not chosen.lossless:
         raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
     check_method_flags(args)
     if args.method == "plain":
