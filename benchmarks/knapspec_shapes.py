@@ -32,11 +32,22 @@ def shapes(report, models, texts: dict, args) -> None:
     models = Models(Decoder(config), random_params(config))
     for batch in args.batches:
         contexts = sorted(args.shape_contexts)
+        while contexts and not _fits(models, batch, contexts[-1]):
+            report.add("shapes_too_large", {"shape": args.shape, "batch": batch, "context": contexts.pop()})
         while contexts:
             if report.attempt("shapes", _batch, report, models, batch, contexts, args):
                 break
             # most likely the longest does not fit the memory
             contexts = contexts[:-1]
+
+
+def _fits(models: Models, batch: int, context: int) -> bool:
+    """Whether weights and one cache fit the device's memory, as far as that is known."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    config, leaves = models.target.config, jax.tree.leaves(models.params)
+    rows = batch * (context + ROOM)
+    cache = 2 * config.num_layers * rows * config.num_kv_heads * config.head_dim * leaves[0].dtype.itemsize
+    return limit is None or cache + sum(leaf.nbytes for leaf in leaves) < 0.97 * limit
 
 
 def _batch(report, models: Models, batch: int, contexts: list[int], args) -> bool:
