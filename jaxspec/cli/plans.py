@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+MOST = 10  # plans shown side by side
+
 
 def draw_plans(sublayers: Any, rates: Any, plans: list[dict[str, Any]]) -> None:
     """Draws what `Chunk.plans` holds.
@@ -14,6 +16,8 @@ def draw_plans(sublayers: Any, rates: Any, plans: list[dict[str, Any]]) -> None:
         plans: the plans, in the order in which they were made.
     """
     taken = [plan for plan in plans if plan["taken"] in ("first", "changed", "same")] or plans
+    # as many as there is room for, the first and the last among them
+    taken = [taken[i] for i in sorted({round(i) for i in np.linspace(0, len(taken) - 1, MOST)})]
     # a plan that drafts nothing runs no sublayer in drafts
     columns = [np.stack([p["attn"], p["mlp"]], axis=1) & (p["num_draft"] > 0) for p in taken]
     picture = np.concatenate([np.pad(c, ((0, 0), (0, 1))) for c in columns], axis=1).astype(float)

@@ -178,10 +178,15 @@ def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:
     if not profile:
         from jaxspec.planning.measure import measured_profile
 
-        started = time.perf_counter()
         longest = run.request.prompt.shape[1] + run.max_new_tokens
-        profile = measured_profile(run.models, batch, longest, method.max_draft, method.selection or None)
-        print(f"jaxspec: measured latencies for KnapSpec in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        profile = measured_profile(
+            run.models,
+            batch,
+            longest,
+            method.max_draft,
+            method.selection or None,
+            lambda text: print(f"jaxspec: measuring latencies for KnapSpec: {text}", file=sys.stderr, flush=True),
+        )
     check_profile(profile, run.models)
     if profile.batch != batch:
         raise ValueError(f"KnapSpec profile was measured at batch {profile.batch}, this run has batch {batch}")

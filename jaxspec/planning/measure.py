@@ -160,15 +160,22 @@ _measured: dict[tuple[Any, ...], LatencyProfile] = {}
 
 
 def measured_profile(
-    models: Models, batch: int, longest: int, max_draft: int, selection: Method | None
+    models: Models,
+    batch: int,
+    longest: int,
+    max_draft: int,
+    selection: Method | None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> LatencyProfile:
-    """The profile for runs of up to `longest` tokens, measured once per process, model and shape."""
+    """The profile for runs of up to `longest` tokens, measured once per process, model and shape; the other arguments
+    are those of `measure`."""
     config, dtype = models.target.config, models.params["embedding"].dtype
     longest = min(longest, config.capacity_limit - max_draft - 1)
     contexts = sorted({max(longest // 4, 1), max(longest // 2, 1), max(longest, 1)})
     key = (models.target, str(dtype), batch, tuple(contexts), max_draft, selection)
     if key not in _measured:
-        _measured[key] = measure(models, batch, contexts, max_draft=max_draft, selection=selection).profile
+        options = {"max_draft": max_draft, "selection": selection, "progress": progress}
+        _measured[key] = measure(models, batch, contexts, **options).profile
     return _measured[key]
 
 

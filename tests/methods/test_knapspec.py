@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,26 @@ def test_it_plans_and_equal_plans_share_a_program():
     prompt, length = prompts()
     generate(models().target, models().params, prompt, length, jax.random.key(1), method=again, max_new_tokens=NEW)
     assert decode_module._segment._cache_size() == compiled
+
+
+def test_latencies_are_measured_at_first_use(capsys, monkeypatch):
+    """Once per model and shape, and it says so."""
+    calls = []
+
+    def measure(models, batch, contexts, *, max_draft, selection, progress):
+        calls.append((batch, max_draft, selection))
+        assert contexts == sorted(contexts)
+        assert contexts[-1] >= max(LENGTHS) + NEW
+        progress("something")
+        return SimpleNamespace(profile=profile())
+
+    monkeypatch.setattr("jaxspec.planning.measure.measure", measure)
+    method = KnapSpec(max_draft=MOST, max_cells=8)
+    for _ in range(2):
+        out = generate(models().target, models().params, *prompts(), KEY, method=method, max_new_tokens=NEW)
+    np.testing.assert_array_equal(out.tokens, plain().tokens[:, :NEW])
+    assert calls == [(3, MOST, None)]
+    assert capsys.readouterr().err == "jaxspec: measuring latencies for KnapSpec: something\n"
 
 
 def test_under_a_callers_jit():
