@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import jaxspec
 from jaxspec.calibration import scan
 from jaxspec.calibration.heads import Answers
+from jaxspec.calibration.records import model_hash
 from jaxspec.checkpoint import Loaded
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
@@ -111,6 +112,19 @@ def test_known_heads_are_not_scanned_again(capsys, tmp_path, text, monkeypatch):
     code, _, err = run(capsys, "calibrate", "dustin", *shared, "--target-heads", heads, "--contexts", 60)
     assert code == 2
     assert "holds the heads of another model than target" in err
+    out = tmp_path / "d.json"
+    monkeypatch.setattr(scan, "answer", None)  # no scan may run
+    files = ("--target-heads", tmp_path / "big.json", "--draft-heads", heads)
+    record = json.loads(heads.read_text())
+    models, _ = random_pair()
+    record["model"]["hash"] = model_hash(models.target, models.params)
+    record["scores"] = [[0.1, 0.2, 0.3, 0.4]] * 2
+    files[1].write_text(json.dumps(record))
+    flags = ("--contexts", 60, "--budget", 32, "--rounds", 2, "--num-draft", 2)
+    code, *_ = run(capsys, "calibrate", "dustin", *shared, *files, *flags)
+    assert code == 0
+    # the best four, or those of them that share a kv head
+    assert json.loads(out.read_text())["target_heads"][0][1] in ([0, 1, 2, 3], [2, 3])
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def chi_square(tokens, probs):
 
 def test_sampling_follows_the_sparse_targets_own_distribution():
     """With a set that is fixed before the draft; the full model's distribution is another, so this is lossy."""
-    draws, sampling = 1500, Sampling(1.0)
+    draws, sampling = 1000, Sampling(1.0)
     case = make_case("dustin", layers=1, signal="history", sparse_drafts="off")
     prompt, length = (x[:1] for x in prompts())
     state, _ = state_after(case, GREEDY, 1, prompt, length)
