@@ -1,6 +1,7 @@
 """Quick compiles, markers that need something the machine may lack, and the switch for the full product of kernel
 shapes."""
 
+import gc
 import importlib.util
 import os
 from importlib.metadata import version
@@ -22,6 +23,8 @@ if QUICK and version("jaxlib").startswith("0.10."):
 
 import jax  # noqa: E402  it reads the flags
 
+MAPS_KEPT = 20_000
+
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", action="store_true", help="run the full product of kernel shapes")
@@ -40,6 +43,17 @@ def optimised_for_gpus(request):
         jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """A program takes hundreds of memory maps, and at Linux's limit of 65,530 a process dies: programs of earlier
+    modules go before that."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > MAPS_KEPT:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
