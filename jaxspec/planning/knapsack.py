@@ -71,8 +71,8 @@ def knapsack(
     config = models.target.config
     branches = _Branches(models, cache, start, tokens.shape[1])
     state = full = models.params["embedding"][tokens][:, None]
-    masks = jnp.ones((1, config.num_layers, 2), bool)
     alive, score = jnp.ones(1, bool), jnp.ones(1, jnp.float32)
+    skips, items = [], []
     for layer in range(config.num_layers):
         skippable = 0 < layer < config.num_layers - 1
         for kinds in ((0, 1),) if blocks else ((0,), (1,)):
@@ -102,17 +102,18 @@ def knapsack(
             run_score = jnp.where(can_run, run_score[same], -jnp.inf)
             skip = skip_score > run_score
             state = jnp.where(skip[None, :, None, None], state[:, old], executed[:, same])
-            masks = jnp.where(skip[:, None, None], masks[old], masks[same])
-            masks = masks.at[:, layer, jnp.array(kinds)].set(~skip[:, None])
             score = jnp.maximum(skip_score, run_score)
-            alive = score >= tau
+            # without the barrier XLA fuses the choices of many items, and takes minutes to compile
+            state, full, alive = jax.lax.optimization_barrier((state, full, score >= tau))
+            skips.append(jnp.pad(skip, (0, cells - skip.size)))
+            items.append((layer, kinds))
     missing = cells - state.shape[1]
     state = jnp.pad(state, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    masks = jnp.pad(masks, ((0, missing), (0, 0), (0, 0)), constant_values=True)
     alive, score = jnp.pad(alive, (0, missing)), jnp.pad(score, (0, missing))
+    attn, mlp = _backtracked(skips, items, weights, config.num_layers, cells)
     hits = _top_tokens(models, state) == _top_tokens(models, full)
     hits = jnp.sum(hits & valid[:, None], axis=(0, 2), dtype=jnp.int32)
-    return Frontier(alive, masks[..., 0], masks[..., 1], score, hits, jnp.sum(valid, dtype=jnp.int32), state)
+    return Frontier(alive, attn, mlp, score, hits, jnp.sum(valid, dtype=jnp.int32), state)
 
 
 def reference_tokens(
@@ -139,6 +140,27 @@ def reference_tokens(
     after = jnp.clip(position - prompt_length, 0, emitted.shape[1] - 1)
     after = jnp.take_along_axis(emitted[:batch], after, axis=1)
     return jnp.where(position < prompt_length, before, after), start[:, 0], position < length
+
+
+def _backtracked(
+    skips: list[Array], items: list[tuple[int, tuple[int, ...]]], weights: Array, num_layers: int, cells: int
+) -> tuple[Array, Array]:
+    """Which attention and MLP sublayers run, bool [C, L] each, from every item's choices [C]."""
+    runs = jnp.ones((2, num_layers, cells), bool)
+    if items:
+        weight = jnp.stack([weights[kinds[0]] for _, kinds in items])
+
+        def step(cell: Array, item: tuple[Array, Array]) -> tuple[Array, Array]:
+            skip = item[0][cell]
+            # of a dropped cell the way back may lead below 0
+            return jnp.maximum(cell - skip * item[1], 0), skip
+
+        _, skipped = jax.lax.scan(step, jnp.arange(cells), (jnp.stack(skips), weight), reverse=True)
+        for kind in (0, 1):
+            index = [i for i, (_, kinds) in enumerate(items) if kind in kinds]
+            layers = jnp.array([items[i][0] for i in index])
+            runs = runs.at[kind, layers].set(~skipped[jnp.array(index)])
+    return runs[0].T, runs[1].T
 
 
 class _Branches:
