@@ -120,7 +120,8 @@ def main() -> None:
     if models is not None:
         report.results["dtype"] = str(models.params["embedding"].dtype)
     try:
-        for part in args.parts:
+        # `shapes` comes last, as it gives up the other model
+        for part in [part for part in PARTS if part in args.parts]:
             if part == "shapes":
                 # whose memory the larger model may need
                 models = None
