@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,12 +91,6 @@ class Runs:
         """Rows of the batch."""
         return self.request.keys.shape[0]
 
-    def prepare(self, candidates: Sequence[Candidate]) -> None:
-        """Compiles side by side what is not compiled yet."""
-        new = {c.method: self._models(c) for c in candidates if c.method not in self._programs}
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._compile, new.values(), new))
-
     def run(self, candidate: Candidate) -> Timed:
         """One run, appended to the candidate's; the first of a method compiles it."""
         method, models = candidate.method, self._models(candidate)
@@ -147,15 +140,28 @@ class Runs:
         return first, rest
 
 
-def measure_interleaved(runs: Runs, candidates: Sequence[Candidate], repeats: int) -> None:
+def measure_interleaved(
+    runs: Runs, candidates: Sequence[Candidate], repeats: int, tell: Callable[[str], None] = lambda line: None
+) -> None:
     """`repeats` runs of every candidate, in turns, so that a drift of the device meets all alike. One more run of each
-    comes first and does not count."""
-    runs.prepare(candidates)
+    comes first and does not count; it compiles. One after another, since a GPU compiler measures its choices on the
+    device and keeps what it found for the next program.
+
+    Args:
+        runs: the prompts.
+        candidates: the methods.
+        repeats: measured runs of each.
+        tell: is told what was done.
+    """
     for repeat in range(repeats + 1):
         for candidate in candidates:
-            runs.run(candidate)
+            started = time.perf_counter()
+            timed = runs.run(candidate)
             if repeat == 0:
                 candidate.runs.clear()
+                tell(f"{candidate.name}: compiled and run in {time.perf_counter() - started:.0f} s")
+            else:
+                tell(f"{candidate.name}: run {repeat} of {repeats} in {timed.seconds:.2f} s")
 
 
 def expected_tokens(acceptance: float, num_draft: int) -> float:

@@ -14,6 +14,7 @@ from jaxspec.cli.measuring import (
     open_runs,
     print_table,
     result_of,
+    tell,
     write_record,
 )
 
@@ -96,7 +97,7 @@ def _measure(
     from jaxspec.benchmarking.runs import measure_interleaved
 
     runs, candidates = open_runs(args, specs, drafts, batch, context, layers)
-    measure_interleaved(runs, candidates, args.repeats)
+    measure_interleaved(runs, candidates, args.repeats, tell)
     results = []
     for spec, candidate in zip(specs, candidates, strict=True):
         result = result_of(args, runs, candidate, spec, context)

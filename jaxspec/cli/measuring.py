@@ -150,6 +150,7 @@ def open_runs(
         # random weights say nothing about which sublayers can be spared
         methods = [m.fixed(config.num_layers) if m.segment_rounds else m for m in methods]
     runs = Runs(models, rows, args.new_tokens, max(method.max_draft for method in methods), cache)
+    tell(f"{batch} x {context} tokens of context ready in {runs.prefill_seconds:.0f} s, compilation included")
     candidates = [
         Candidate(describe(spec), method, draft_params if method.needs_draft_params else None)
         for spec, method in zip(specs, methods, strict=True)
@@ -253,6 +254,11 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
         notes.append(f"peak memory {first['peak_memory_bytes'] / 2**30:.1f} GiB")
     if notes:
         console.print("  " + "; ".join(notes))
+
+
+def tell(line: str) -> None:
+    """Says on standard error what was done; runs take minutes."""
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def write_record(path: Path | None, record: dict[str, Any]) -> None:

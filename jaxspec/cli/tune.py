@@ -13,6 +13,7 @@ from jaxspec.cli.measuring import (
     open_runs,
     print_table,
     result_of,
+    tell,
     write_record,
 )
 
@@ -92,7 +93,7 @@ def _tune(args: argparse.Namespace) -> int:
     specs = [plain, *(measured.spec for measured in fastest)]
     candidates = [_candidate(args, sources, spec) for spec in specs]
     print(f"measuring the finalists in turns, {args.repeats} times")
-    measure_interleaved(runs, candidates, args.repeats)
+    measure_interleaved(runs, candidates, args.repeats, tell)
     results = [
         result_of(args, runs, candidate, spec, args.context) for candidate, spec in zip(candidates, specs, strict=True)
     ]

@@ -5,7 +5,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,9 +103,10 @@ def measure(
     if whole_verify:
         whole_jobs["verify"] = partial(forwards, layers=None, count=rows)
     progress(f"compiling {len(jobs)} loops over {k} layers and {len(whole_jobs)} over all")
-    with ThreadPoolExecutor() as pool:
-        compiles = [loops.lower(job) for loops, some in ((part, jobs), (whole, whole_jobs)) for job in some.values()]
-        list(pool.map(lambda lowered: lowered.compile(), compiles))
+    # one after another: compilers for GPUs time their choices on the device, and keep what they found for the next
+    for loops, some in ((part, jobs), (whole, whole_jobs)):
+        for job in some.values():
+            loops.lower(job).compile()
     progress(f"timing sublayers at {len(contexts)} context lengths")
     flat = {name: job for name, job in jobs.items() if name[0] in ("head", "mlp")}
     seconds = {name: part.time(job, contexts[:1] if name in flat else contexts) for name, job in jobs.items()}
