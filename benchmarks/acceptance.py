@@ -13,9 +13,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,14 +20,9 @@ import numpy as np
 from acceptance_prompts import repeated_share, rows_of_text, texts_from, tiny_checkpoint
 
 import jaxspec
-from jaxspec.decode import begin, decode_all
+from jaxspec.benchmarking.runs import Candidate, Runs, measure_interleaved
 from jaxspec.methods import Models, Plain, Quest, Streaming, Vegas
 from jaxspec.metrics import measure
-from jaxspec.models import init_cache
-from jaxspec.prefill import fill_cache
-from jaxspec.profiling import RoundTimer
-from jaxspec.requests import Request, check_request
-from jaxspec.sampling import Sampling
 
 
 def main() -> None:
@@ -113,79 +105,18 @@ def chosen_methods(args: argparse.Namespace) -> dict:
     return {"plain": Plain(), **methods}
 
 
-class Runs:
-    """Runs of many methods over the same prompts, from one cache that is filled once."""
-
-    def __init__(self, models: Models, rows: list[list[int]], methods: dict, new_tokens: int) -> None:
-        self.models, self.methods, self.new_tokens = models, methods, new_tokens
-        width = max(map(len, rows))
-        prompt = np.array([ids + [0] * (width - len(ids)) for ids in rows], np.int32)
-        lengths = np.array([len(ids) for ids in rows], np.int32)
-        self.request = check_request(
-            models.target, prompt, lengths, jax.random.key(0), Plain(), Sampling(), new_tokens, (), 0, None
-        )
-        most = max(method.max_draft for method in methods.values())
-        capacity = -(-(self.request.prompt.shape[1] + new_tokens + most + 1) // 128) * 128
-        self.cache_shape = (models.target.config, len(rows), capacity, models.params["embedding"].dtype)
-        fill = jax.jit(partial(fill_cache, models.target), donate_argnums=3)
-        started = time.perf_counter()
-        cache = init_cache(*self.cache_shape)
-        self.cache = fill(models.params, self.request.prompt, self.request.prompt_length, cache)
-        jax.block_until_ready(self.cache)
-        self.prefill_seconds = time.perf_counter() - started
-        started = time.perf_counter()
-        with ThreadPoolExecutor() as pool:
-            self.programs = dict(zip(methods, pool.map(self._compile, methods.values()), strict=True))
-        print(f"compiled {len(methods)} methods in {time.perf_counter() - started:.0f} s", flush=True)
-
-    def _compile(self, method):
-        options = {"method": method, "max_new_tokens": self.new_tokens}
-
-        def start(models, cache, request: Request):
-            return begin(models, cache, request, **options)
-
-        def rest(models, state, request: Request):
-            return decode_all(models, state, request, **options)
-
-        cache = jax.eval_shape(partial(init_cache, *self.cache_shape))
-        state = jax.eval_shape(start, self.models, cache, self.request)
-        first = jax.jit(start, donate_argnums=1).lower(self.models, cache, self.request).compile()
-        loop = jax.jit(rest, donate_argnums=1).lower(self.models, state, self.request).compile()
-        return first, loop
-
-    def run(self, name: str):
-        """One greedy run: (seconds without prefill, tokens, stats)."""
-        first, loop = self.programs[name]
-        state = jax.block_until_ready(first(self.models, self.cache, self.request))
-        started = time.perf_counter()
-        state = jax.block_until_ready(loop(self.models, state, self.request))
-        seconds = time.perf_counter() - started
-        self.cache = state.cache
-        return seconds, np.asarray(state.tokens)[:, : self.new_tokens], jax.tree.map(np.asarray, state.stats)
-
-    def phases(self, name: str, num_rounds: int):
-        """Median milliseconds of a round's phases."""
-        state = self.programs[name][0](self.models, self.cache, self.request)
-        timer, method = RoundTimer(), self.methods[name]
-        running = np.zeros(self.request.keys.shape[0], bool)
-        for _ in range(2 * num_rounds):
-            state, _ = timer.step(self.models, state, self.request, running, method, self.new_tokens)
-        self.cache = state.cache
-        profile = timer.profile()._asdict()
-        return {key: 1e3 * value if key != "num_rounds" else value for key, value in profile.items()}
-
-
 def measure_acceptance(models: Models, methods: dict, texts: dict, args: argparse.Namespace):
     """Yields a result per method and context."""
     labels = [(context, name) for context in args.contexts for name in texts]
     rows = [rows_of_text(texts[name], context, 1)[0] for context, name in labels]
-    runs = Runs(models, rows, methods, args.new_tokens)
-    expected = runs.run("plain")[1]
+    runs = Runs(models, rows, args.new_tokens, max(method.max_draft for method in methods.values()))
+    expected = runs.run(Candidate("plain", methods["plain"])).tokens
     repeated = [repeated_share(tokens) for tokens in expected]
     for (context, name), share in zip(labels, repeated, strict=True):
         print(f"text {name:28} context {context:6}: {share:.0%} of the output's 4-grams are repetitions", flush=True)
     for method in [name for name in methods if name != "plain"]:
-        _, tokens, stats = runs.run(method)
+        timed = runs.run(Candidate(method, methods[method]))
+        tokens, stats = timed.tokens, timed.stats
         for context in args.contexts:
             at = np.array([label[0] == context for label in labels])
             figures = measure(jax.tree.map(lambda x, at=at: x[at], stats))
@@ -220,11 +151,13 @@ def measure_speed(models: Models, methods: dict, texts: dict, batch: int, args: 
     context = max(args.contexts)
     per_text = [rows_of_text(text, context, -(-batch // len(texts))) for text in texts.values()]
     rows = [row for group in zip(*per_text, strict=True) for row in group][:batch]
-    runs = Runs(models, rows, methods, args.new_tokens)
+    runs = Runs(models, rows, args.new_tokens, max(method.max_draft for method in methods.values()))
+    candidates = {name: Candidate(name, method) for name, method in methods.items()}
+    measure_interleaved(runs, list(candidates.values()), 3, lambda line: print(f"  {line}", flush=True))
     plain = None
-    for name in methods:
-        seconds, _, stats = min((runs.run(name) for _ in range(3)), key=lambda run: run[0])
-        figures = measure(stats)
+    for name, candidate in candidates.items():
+        seconds, stats = candidate.median().seconds, candidate.median().stats
+        figures = candidate.median().metrics
         rate = batch * (args.new_tokens - 1) / seconds
         plain = rate if name == "plain" else plain
         per_round = 1e3 * seconds / int(np.max(stats.rounds))
@@ -246,7 +179,7 @@ def measure_speed(models: Models, methods: dict, texts: dict, batch: int, args: 
         )
         if args.phases:
             # a round emits at most num_draft + 1 tokens, so rows stay active through all of these
-            result["phases"] = runs.phases(name, max((args.new_tokens - 1) // (2 * args.num_draft + 2), 2))
+            result["phases"] = runs.phases(candidate, max((args.new_tokens - 1) // (2 * args.num_draft + 2), 2))
             print("   " + "  ".join(f"{k} {v:.2f}" for k, v in result["phases"].items()), flush=True)
         yield result
 

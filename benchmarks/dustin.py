@@ -20,7 +20,8 @@ import traceback
 from pathlib import Path
 
 import jax
-from ceiling import copy_ceiling
+
+from jaxspec.benchmarking.ceiling import copy_ceiling
 
 PARTS = ("calibrate", "arr", "quality", "speed", "synthetic")
 

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -101,8 +100,9 @@ class Pair:
 
         jobs = [(f"compile {name}", partial(build_loop, name)) for name in methods]
         jobs += [(f"compile phases of {name}", partial(build_phases, name)) for name in phases]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda job: attempt(*job), jobs))
+        # one after another: a GPU's compiler times its choices on the device, and keeps what it found for the next
+        for job in jobs:
+            attempt(*job)
         print(f"  compiled {len(jobs)} sets of programs in {time.perf_counter() - started:.0f} s", flush=True)
 
     def start(self, name: str, method, prepared: Prefilled) -> DecodeState:

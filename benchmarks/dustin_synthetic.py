@@ -1,16 +1,15 @@
 """Dustin's costs at Qwen2.5-7B + 0.5B sizes with random weights: each part of a round, and rounds as they run."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode import SHAPES, random_params
 from kernels_timing import cache_sets, loop, random
 
+from jaxspec.benchmarking.shapes import SHAPES, random_params
 from jaxspec.decode import decode_all
 from jaxspec.dustin.scoring import choose_rows, head_scores
 from jaxspec.methods import Dustin, Models, Plain
@@ -109,7 +108,7 @@ class Bench:
         return tuple(_random_cache(config, self.batch, self.capacity) for config in configs)
 
     def compile(self, attempt) -> None:
-        """All loops, side by side."""
+        """All loops, one after another: a GPU's compiler times its choices on the device, and keeps what it found."""
         length = jnp.zeros(self.batch, jnp.int32)
         started = perf_counter()
 
@@ -117,8 +116,8 @@ class Bench:
             run = jax.jit(lambda models, caches, length: self.functions[name](models, caches, length), donate_argnums=1)
             self.programs[name] = run.lower(self.models, self.caches, length).compile()
 
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(lambda name: attempt(f"compile {name}", lambda: build(name)), self.functions))
+        for name in self.functions:
+            attempt(f"compile {name}", lambda name=name: build(name))
         self.programs = {name: self.programs[name] for name in self.functions if name in self.programs}
         print(f"  compiled {len(self.programs)} programs in {perf_counter() - started:.0f} s", flush=True)
 

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -68,7 +67,7 @@ class Setting:
         return self._begin(self.models, self.cache, request, method=_beginning(method, self.most))
 
     def compile(self, methods: list[Method], planners: list[tuple[Method, PlannerOptions]] = ()) -> float:
-        """Compiles the decode loops of fixed methods, and planners, side by side; returns seconds."""
+        """Compiles the decode loops of fixed methods, and planners; returns seconds."""
         started = time.perf_counter()
         lowered = []
         for method in {_beginning(m, self.most): None for m in (*methods, *(m for m, _ in planners))}:
@@ -81,8 +80,9 @@ class Setting:
             costs = self.profile.costs(method.sparse)
             arguments = (self.request.prompt, self.request.prompt_length, state.tokens, state.length, costs, options)
             lowered.append(search_plan.lower(self.models, state.cache, *arguments, jax.eval_shape(select, state=state)))
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda low: low.compile(), lowered))
+        # one after another: a GPU's compiler times its choices on the device, and keeps what it found for the next
+        for low in lowered:
+            low.compile()
         return time.perf_counter() - started
 
     def _state_shapes(self, method: Method):

@@ -8,9 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode import SHAPES, random_params
 
 from jaxspec import KnapSpec, Plan, Sampling
+from jaxspec.benchmarking.shapes import SHAPES, random_params
 from jaxspec.decode import decode_step, draft_tokens
 from jaxspec.methods import Method, Models, Plain
 from jaxspec.methods.knapspec import traced_plan

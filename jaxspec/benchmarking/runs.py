@@ -19,7 +19,7 @@ from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import KVCache, Params
+from jaxspec.types import KVCache, Params, Stats
 
 
 class Timed(NamedTuple):
@@ -29,6 +29,7 @@ class Timed(NamedTuple):
     rounds: int  # of the row with the most
     tokens: np.ndarray  # int32 [B, new_tokens]
     metrics: Metrics
+    stats: Stats  # as NumPy arrays
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Runs:
         self.cache = state.cache
         stats = jax.tree.map(np.asarray, state.stats)
         tokens = np.asarray(state.tokens)[:, : self.new_tokens]
-        timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats))
+        timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats), stats)
         candidate.runs.append(timed)
         return timed
 

@@ -1,1 +1,0 @@
-from jaxspec.benchmarking.ceiling import copy_ceiling as copy_ceiling
