@@ -98,5 +98,5 @@ def check_memory(name: str, config: ModelConfig, batch: int, capacity: int, item
         sizes = [f"{size / 2**30:.1f} GiB" for size in (weights, cache, weights + cache, limit)]
         raise ValueError(
             f"{name} at batch {batch} and {capacity} cache rows needs {sizes[0]} of weights + {sizes[1]} of cache = "
-            f"{sizes[2]}; the device has {sizes[3]}. Lower the batch or the context, or measure fewer layers"
+            f"{sizes[2]}; the device has {sizes[3]}. Lower the batch, the context or the number of new tokens"
         )

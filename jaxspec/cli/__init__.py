@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"jaxspec: out of memory; use a shorter prompt or fewer new tokens ({_one_line(error)})", file=sys.stderr)
+        advice = "use a shorter context, fewer rows or fewer new tokens"
+        print(f"jaxspec: out of memory; {advice} ({_one_line(error)})", file=sys.stderr)
         return 2
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxspec.benchmarking.shapes import check_memory
 from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
 from jaxspec.metrics import measure
@@ -64,6 +65,8 @@ def _generate(args: argparse.Namespace) -> int:
     if loaded.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
     ids = _encode(loaded.tokenizer, prompt, args.chat)
+    rows, itemsize = len(ids) + args.max_new_tokens, loaded.params["embedding"].dtype.itemsize
+    check_memory(args.model, loaded.model.config, 1, rows, itemsize)
     clock = _Clock()
     chunks = jaxspec.stream(
         loaded.model,

@@ -185,6 +185,14 @@ def test_wrong_models(command, checkpoint, tmp_path):
     assert_one_line(command("--prompt", PROMPT, model=str(tmp_path)), str(tmp_path))
 
 
+def test_what_does_not_fit_in_memory(command, monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1)
+    code, out, err = command("--prompt", PROMPT)
+    assert (code, out) == (2, "")
+    assert "GiB of weights + " in err
+    assert "Lower the batch, the context or the number of new tokens" in err
+
+
 def test_no_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         main([])
