@@ -132,16 +132,16 @@ def _flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(dst: Path, text: str) -> None:
-    """Writes a UTF-8 file that appears complete or not at all; an existing `dst` stays until then.
+def replace_file(dst: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8, that appears complete or not at all; an existing `dst` stays until then.
 
     Raises:
         OSError: its folder does not exist or cannot be written.
     """
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with staging.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(dst)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.figures import save_figure
+
 
 def check_plot(path: Path | None) -> None:
     """Raises ValueError before a run whose plot could not be written after it."""
@@ -27,7 +29,7 @@ def plot_heads(path: Path, record: dict[str, Any]) -> None:
     image = axes.imshow(scores, aspect="auto", cmap="viridis", vmin=0)
     axes.set(xlabel="head", ylabel="layer", title=f"retrieval heads of {Path(record['model']['name']).name}")
     figure.colorbar(image, label="mean attention on the needle per answered token")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def plot_arr(path: Path, record: dict[str, Any]) -> None:
@@ -49,4 +51,4 @@ def plot_arr(path: Path, record: dict[str, Any]) -> None:
     right.set(xlabel="rows", xscale="log", title="mean over layers")
     right.set_xticks(rows, [str(n) for n in rows])
     right.minorticks_off()
-    figure.savefig(path)
+    save_figure(figure, path)

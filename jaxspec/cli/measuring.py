@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from convert.atomic import replace_file
+from jaxspec.figures import save_figure
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -266,8 +269,6 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
     if path is not None:
         import json
 
-        from convert.atomic import replace_file
-
         replace_file(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -294,4 +295,4 @@ def write_speed_plot(path: Path, title: str, results: list[dict[str, Any]]) -> N
         xticklabels=[f"batch {batch}\n{context} tokens" for batch, context in cases],
     )
     axes.legend(fontsize=8)
-    figure.savefig(path)
+    save_figure(figure, path)

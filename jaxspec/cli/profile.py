@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.report import check_outputs
+from jaxspec.figures import save_figure
 
 if TYPE_CHECKING:
     from jaxspec.planning.measure import Measurement
@@ -147,4 +148,4 @@ def write_plot(path: Path, title: str, measured: "Measurement") -> None:
     for axes, name in ((left, "one layer"), (right, "whole model")):
         axes.set(xlabel="context length", ylabel=f"milliseconds, {name}", ylim=(0, None))
         axes.legend()
-    figure.savefig(path)
+    save_figure(figure, path)

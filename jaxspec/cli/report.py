@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from convert.atomic import replace_file
 from jaxspec.cli.plans import draw_plans
+from jaxspec.figures import save_figure
 from jaxspec.metrics import Metrics
 from jaxspec.types import Stats
 
@@ -58,7 +60,7 @@ def write_trace(path: Path, record: dict[str, Any], stats: Stats, metrics: Metri
             }
         )
     record = {"schema_version": SCHEMA_VERSION, **record, "metrics": metrics.as_dict(), "rows": rows}
-    path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
 
 
 def write_plot(
@@ -89,4 +91,4 @@ def write_plot(
             mean = np.cumsum(tokens) / np.arange(1, len(tokens) + 1)
             right.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
     right.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
-    figure.savefig(path)
+    save_figure(figure, path)

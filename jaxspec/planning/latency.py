@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from convert.atomic import replace_file
 
 SCHEMA_VERSION = 1
 
@@ -178,13 +179,7 @@ def save_profile(path: str | os.PathLike[str], profile: LatencyProfile, details:
         profile: the figures.
         details: what is kept beside them.
     """
-    path = Path(path)
-    staging = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        staging.write_text(json.dumps(profile_record(profile, details), indent=1) + "\n", encoding="utf-8")
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
+    replace_file(Path(path), json.dumps(profile_record(profile, details), indent=1) + "\n")
 
 
 def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
