@@ -24,7 +24,7 @@ from jaxspec.benchmarking.ceiling import copy_ceiling
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params, step_bytes
 from jaxspec.decode import decode_all, prefill
 from jaxspec.methods import Models, Plain
-from jaxspec.models import Decoder, ModelConfig
+from jaxspec.models import Decoder, ModelConfig, cache_capacity
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import DecodeState, Stats
@@ -95,7 +95,7 @@ def time_decode(models: Models, batch: int, context: int, steps: int, profile: P
     loop = jax.jit(functools.partial(decode_all, method=method, max_new_tokens=steps), donate_argnames="state")
 
     def state() -> DecodeState:
-        capacity = -(-(context + steps + 1) // 128) * 128
+        capacity = cache_capacity(context + steps + 1)
         return small_state().replace(cache=random_cache(config, batch, capacity))
 
     @jax.jit  # so that no two fields share a buffer, which could not be donated twice

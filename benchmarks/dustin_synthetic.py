@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from kernels_timing import cache_sets, loop, random
 
-from jaxspec.benchmarking.shapes import SHAPES, random_params
+from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
 from jaxspec.decode import decode_all
 from jaxspec.dustin.scoring import choose_rows, head_scores
 from jaxspec.methods import Dustin, Models, Plain
 from jaxspec.methods.draft_model import DraftModelState
-from jaxspec.models import Decoder, ModelConfig, RopeConfig
+from jaxspec.models import Decoder, ModelConfig, RopeConfig, cache_capacity
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import DecodeState, ForwardOut, KVSelection, LayerCache, Stats
+from jaxspec.types import DecodeState, ForwardOut, KVSelection, Stats
 from pallas_kernels import cached_attention, sparse_attention
 
 DRAFT = ModelConfig(
@@ -47,7 +47,7 @@ def synthetic(args, report) -> None:
 
 def _batch(args, report, models: Models, method: Dustin, batch: int) -> None:
     contexts, ceiling = args.synthetic_contexts, report.results["ceiling_bytes_per_second"]
-    capacity = -(-(max(contexts) + (STEPS + 4) * (args.num_draft + 1)) // 128) * 128
+    capacity = cache_capacity(max(contexts) + (STEPS + 4) * (args.num_draft + 1))
     bench = Bench(models, method, batch, capacity)
     bench.compile(report.attempt)
     for context in contexts:
@@ -105,7 +105,7 @@ class Bench:
 
     def _random_caches(self):
         configs = self.models.target.config, self.method.model.config
-        return tuple(_random_cache(config, self.batch, self.capacity) for config in configs)
+        return tuple(random_cache(config, self.batch, self.capacity) for config in configs)
 
     def compile(self, attempt) -> None:
         """All loops, one after another: a GPU's compiler times its choices on the device, and keeps what it found."""
@@ -225,14 +225,6 @@ class Bench:
         )
         state = decode_all(models, state, request, method, new)
         return (state.cache, state.method_state.own.cache), jnp.max(state.stats.rounds), state.tokens
-
-
-def _random_cache(config: ModelConfig, batch: int, capacity: int):
-    shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    # drawn, not zeros: zeros run faster than data
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
-    return tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
 
 
 def _attention(args, report, config: ModelConfig) -> None:

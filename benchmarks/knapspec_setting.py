@@ -15,7 +15,7 @@ from jaxspec.decode import begin, decode_all, decode_in_segments
 from jaxspec.methods import Method, Models, Plain
 from jaxspec.methods.knapspec import traced_plan
 from jaxspec.metrics import measure as figures_of
-from jaxspec.models import init_cache
+from jaxspec.models import cache_capacity, init_cache
 from jaxspec.planning import LatencyProfile, Planned, PlannerOptions, plan
 from jaxspec.planning.measure import Measurement, describe, measure
 from jaxspec.planning.plan import search_plan
@@ -36,7 +36,7 @@ class Setting:
             models.target, np.array(rows, np.int32), np.full(batch, context), jax.random.key(0), Plain(), Sampling(),
             self.new_tokens, (), 0, None,
         )  # fmt: skip
-        capacity = -(-(self.request.prompt.shape[1] + self.new_tokens + self.most + 1) // 128) * 128
+        capacity = cache_capacity(self.request.prompt.shape[1] + self.new_tokens + self.most + 1)
         cache = init_cache(models.target.config, batch, capacity, models.params["embedding"].dtype)
         fill = jax.jit(partial(fill_cache, models.target), donate_argnums=3)
         self.cache = fill(models.params, self.request.prompt, self.request.prompt_length, cache)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import KnapSpec, Plan, Sampling
-from jaxspec.benchmarking.shapes import SHAPES, random_params
+from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
 from jaxspec.decode import decode_step, draft_tokens
 from jaxspec.methods import Method, Models, Plain
 from jaxspec.methods.knapspec import traced_plan
-from jaxspec.models import Decoder
+from jaxspec.models import Decoder, cache_capacity
 from jaxspec.planning import PlannerOptions, expected_tokens
-from jaxspec.planning.loops import decode_state, random_cache
+from jaxspec.planning.loops import decode_state
 from jaxspec.planning.measure import measure
 from jaxspec.planning.plan import search_plan
 from jaxspec.requests import check_request
@@ -75,7 +75,7 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
     run = np.ones((2, num_layers), bool)
     run[0, 1:-1:2], run[1, 2:-1:2] = False, False
     plan = Plan(tuple(run[0].tolist()), tuple(run[1].tolist()), DRAFTS)
-    capacity = -(-(contexts[-1] + (STEPS + 1) * (DRAFTS + 1)) // 128) * 128
+    capacity = cache_capacity(contexts[-1] + (STEPS + 1) * (DRAFTS + 1))
     cache = random_cache(config, batch, capacity, models.params["embedding"].dtype)
     jobs = {
         "plain step": (_rounds, Plain(), None),

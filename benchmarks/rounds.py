@@ -22,7 +22,7 @@ from jaxspec.benchmarking.ceiling import copy_ceiling
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
 from jaxspec.decode import begin, decode_step
 from jaxspec.methods import Method, Models, Plain, Quest, Streaming, Vegas
-from jaxspec.models import Decoder
+from jaxspec.models import Decoder, cache_capacity
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
@@ -87,7 +87,7 @@ def measure(models: Models, method: Method, case: str, name: str, args: argparse
     prompt = np.random.default_rng(0).integers(0, models.target.config.vocab_size, (batch, context)).astype(np.int32)
     lengths, key = np.full(batch, context, np.int32), jax.random.key(0)
     request = check_request(models.target, prompt, lengths, key, method, Sampling(), new_tokens, (), 0, None)
-    capacity = -(-(request.prompt.shape[1] + new_tokens + method.max_draft + 1) // 128) * 128
+    capacity = cache_capacity(request.prompt.shape[1] + new_tokens + method.max_draft + 1)
     start = jax.jit(functools.partial(begin, method=method, max_new_tokens=new_tokens), donate_argnames="cache")
 
     def run(models, state, request):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.acceptance import accept
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
-from jaxspec.models.decoder import Decoder, init_cache
+from jaxspec.models.decoder import Decoder, cache_capacity, init_cache
 from jaxspec.prefill import fill_cache
 from jaxspec.replanning import Run
 from jaxspec.requests import Request, check_request
@@ -162,7 +162,7 @@ def prefill(
     scores and queries at each row's own end however ragged the prompts are.
     """
     batch, width = request.prompt.shape
-    capacity = -(-(width + max_new_tokens + method.max_draft + 1) // 128) * 128
+    capacity = cache_capacity(width + max_new_tokens + method.max_draft + 1)
     cache = init_cache(models.target.config, batch, capacity, models.params["embedding"].dtype)
     cache = fill_cache(models.target, models.params, request.prompt, request.prompt_length, cache)
     return begin(models, cache, request, method, max_new_tokens, logprobs)

@@ -14,7 +14,7 @@ from jaxspec.decode import begin, decode_all, decode_in_segments
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.metrics import Metrics, measure
-from jaxspec.models.decoder import init_cache
+from jaxspec.models.decoder import cache_capacity, init_cache
 from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import Request, check_request
@@ -76,7 +76,7 @@ class Runs:
         key = jax.random.key(0)
         request = check_request(models.target, prompt, lengths, key, Plain(), Sampling(), new_tokens, (), 0, None)
         self.request: Request = request
-        capacity = -(-(request.prompt.shape[1] + new_tokens + max_draft + 1) // 128) * 128
+        capacity = cache_capacity(request.prompt.shape[1] + new_tokens + max_draft + 1)
         started = time.perf_counter()
         if cache is not None:
             self.cache = jax.block_until_ready(cache(capacity))

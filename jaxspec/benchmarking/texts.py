@@ -1,10 +1,9 @@
 """Prompts of given lengths from the user's texts, or from what every Python brings along."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-BUILT_IN = "the standard library's sources"
 
 
 def token_ids(paths: Sequence[Path], tokenizer: Any, needed: int) -> list[int]:
@@ -20,20 +19,13 @@ def token_ids(paths: Sequence[Path], tokenizer: Any, needed: int) -> list[int]:
     """
     built_in = not paths
     ids: list[int] = []
-    for path in sorted(Path(_library_file()).parent.glob("*.py")) if built_in else paths:
+    for path in sorted(Path(os.__file__).parent.glob("*.py")) if built_in else paths:
         ids += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False)["input_ids"]
         if built_in and len(ids) >= 4 * needed:
             break
     if len(ids) < needed:
         raise ValueError(f"the texts have {len(ids)} tokens; a prompt needs {needed}. Give longer ones with --text")
     return ids
-
-
-def _library_file() -> str:
-    """Where the standard library's sources are."""
-    import argparse
-
-    return argparse.__file__
 
 
 def stretches(ids: list[int], length: int, count: int) -> list[list[int]]:

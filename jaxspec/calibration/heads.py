@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.calibration.needles import Needle
 from jaxspec.calibration.search import HeadSet
 from jaxspec.methods.base import Models
-from jaxspec.models.decoder import init_cache
+from jaxspec.models.decoder import cache_capacity, init_cache
 from jaxspec.prefill import fill_cache
 from jaxspec.requests import bucket
 from jaxspec.types import Array, Collect
@@ -54,7 +54,7 @@ def _answer(
     models: Models, prompt: Array, length: Array, span: Array, payload: Array, ends: Array, new_tokens: int
 ) -> tuple[Array, Array]:
     config, (batch, width) = models.target.config, prompt.shape
-    cache = init_cache(config, batch, -(-(width + new_tokens) // 128) * 128, models.params["embedding"].dtype)
+    cache = init_cache(config, batch, cache_capacity(width + new_tokens), models.params["embedding"].dtype)
     cache = fill_cache(models.target, models.params, prompt, length, cache)
     collect = Collect(queries=tuple(range(config.num_layers)))
 

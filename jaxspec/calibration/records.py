@@ -59,9 +59,3 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path}: schema version {record.get('schema_version')!r} instead of {SCHEMA_VERSION}")
     return record
-
-
-def check_output(path: Path, flag: str) -> None:
-    """Raises ValueError before a run whose file could not be written after it."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: not a file in an existing directory")

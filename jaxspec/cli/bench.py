@@ -8,7 +8,6 @@ from typing import Any
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     check_libraries,
-    check_output,
     environment,
     load_drafts,
     open_runs,
@@ -17,6 +16,7 @@ from jaxspec.cli.measuring import (
     tell,
     write_record,
 )
+from jaxspec.cli.report import check_output
 
 
 def add_command(commands: Any) -> None:

@@ -68,10 +68,10 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def _heads(args: argparse.Namespace) -> int:
     from jaxspec.calibration.plots import check_plot, plot_heads
-    from jaxspec.calibration.records import check_output
+    from jaxspec.cli.report import check_output
 
     check_plot(args.plot)
-    check_output(args.out, "--out")
+    check_output("--out", args.out)
     record = _scan(args, args.model, _load(args, args.model), args.out)
     if args.plot is not None:
         plot_heads(args.plot, record)
@@ -85,12 +85,13 @@ def _dustin(args: argparse.Namespace) -> int:
     from jaxspec.calibration.configure import configure
     from jaxspec.calibration.needles import read_texts
     from jaxspec.calibration.plots import check_plot, plot_arr
-    from jaxspec.calibration.records import HEADS, check_output, model_hash, read_record
+    from jaxspec.calibration.records import HEADS, model_hash, read_record
     from jaxspec.cli.methods import check_vocabularies
+    from jaxspec.cli.report import check_output
     from jaxspec.methods import Models
 
     check_plot(args.plot)
-    check_output(args.out, "--out")
+    check_output("--out", args.out)
     given = [args.target_heads, args.draft_heads]
     records = [None if path is None else read_record(path, HEADS) for path in given]
     loaded = [_load(args, name) for name in (args.target, args.draft)]

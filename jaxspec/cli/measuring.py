@@ -40,12 +40,6 @@ def check_libraries(*, plot: bool) -> None:
             raise ValueError(f"this command needs {module}: pip install 'jaxspec[bench]'")
 
 
-def check_output(flag: str, path: Path | None) -> None:
-    """Raises ValueError before a run whose file could not be written after it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{flag} {path}: not a file in an existing directory")
-
-
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a record says about where it was made."""
     import jax

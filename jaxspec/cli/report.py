@@ -20,9 +20,14 @@ def check_outputs(trace: Path | None, plot: Path | None) -> None:
     """Raises ValueError before a run whose files could not be written after it."""
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
-    for flag, path in (("--trace", trace), ("--plot", plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{flag} {path}: not a file in an existing directory")
+    check_output("--trace", trace)
+    check_output("--plot", plot)
+
+
+def check_output(flag: str, path: Path | None) -> None:
+    """Raises ValueError before a run whose file could not be written after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {path}: not a file in an existing directory")
 
 
 def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, run: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     check_libraries,
-    check_output,
     environment,
     load_drafts,
     open_runs,
@@ -16,6 +15,7 @@ from jaxspec.cli.measuring import (
     tell,
     write_record,
 )
+from jaxspec.cli.report import check_output
 
 BUDGETS = (256, 512, 1024)
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Decoder, init_cache, init_params, param_shapes
+from jaxspec.models.decoder import Decoder, cache_capacity, init_cache, init_params, param_shapes
 from jaxspec.models.families import Family, LeafSource, Path
 from jaxspec.models.rope import RopeConfig
 
@@ -15,6 +15,7 @@ __all__ = [
     "LeafSource",
     "ModelConfig",
     "RopeConfig",
+    "cache_capacity",
     "config_from_hf",
     "ignored_tensor",
     "init_cache",

@@ -306,6 +306,11 @@ def _precision(x: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
+def cache_capacity(rows: int) -> int:
+    """`rows` rounded up to what caches are allocated in, 128."""
+    return -(-rows // 128) * 128
+
+
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
     """A zeroed cache of `capacity` rows for each of `batch` sequences."""
     shape = (batch, capacity, config.num_kv_heads, config.head_dim)

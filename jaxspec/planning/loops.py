@@ -9,17 +9,8 @@ import jax.numpy as jnp
 from jaxspec.decode import decode_all
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
-from jaxspec.models import ModelConfig
 from jaxspec.requests import Request
-from jaxspec.types import Array, DecodeState, Draft, KVCache, LayerCache, LayerMask, Stats, Verdict
-
-
-def random_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
-    """A cache of random rows: zeros would run faster than data."""
-    shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-    keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
-    return tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
+from jaxspec.types import Array, DecodeState, Draft, KVCache, LayerMask, Stats, Verdict
 
 
 @partial(jax.jit, static_argnames=("layers", "count", "steps"), donate_argnames="cache")

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.benchmarking.shapes import random_cache
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
-from jaxspec.models import Decoder, ModelConfig
+from jaxspec.models import Decoder, ModelConfig, cache_capacity
 from jaxspec.planning.latency import LatencyProfile, fit_line
-from jaxspec.planning.loops import forwards, plain_loop, random_cache, scored_forwards, selected_forwards
+from jaxspec.planning.loops import forwards, plain_loop, scored_forwards, selected_forwards
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, KVCache, LayerMask
@@ -209,7 +210,7 @@ class _Loops:
         self._models = Models(Decoder(config, models.target.backend), models.params)
         self._steps, self._repeats = steps, repeats
         # plain decoding goes on for `steps` tokens
-        capacity = -(-(contexts[-1] + max(rows, steps + 1)) // 128) * 128
+        capacity = cache_capacity(contexts[-1] + max(rows, steps + 1))
         self._new_cache = partial(random_cache, config, batch, capacity, dtype)
         self._cache: KVCache | None = None
 
