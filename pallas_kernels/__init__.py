@@ -9,13 +9,16 @@ from pallas_kernels.attention_scores import attention_scores
 from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.rope_and_cache import rope_and_cache
 from pallas_kernels.row_selection import row_selection
+from pallas_kernels.skinny_matmul import gated_matmul, skinny_matmul
 from pallas_kernels.sparse_attention import sparse_attention
 
 __all__ = [
     "add_rms_norm",
     "attention_scores",
     "cached_attention",
+    "gated_matmul",
     "rope_and_cache",
     "row_selection",
+    "skinny_matmul",
     "sparse_attention",
 ]

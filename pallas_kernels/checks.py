@@ -26,6 +26,16 @@ def dtype(name: str, array: jax.Array, allowed: Sequence[jnp.dtype]) -> None:
         raise ValueError(f"{name} has dtype {array.dtype}; allowed: {names}")
 
 
+def product(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str, like: jnp.dtype) -> None:
+    """Checks an array of the expected shape and dtype, or float32 partial sums of one with an axis in front."""
+    if array.ndim == len(expected) + 1:
+        shape(name, array, (None, *expected), f"partial sums of {meaning}")
+        dtype(name, array, (jnp.float32,))
+    else:
+        shape(name, array, expected, meaning)
+        dtype(name, array, (like,))
+
+
 def int32(name: str, array: jax.Array, expected: Sequence[int | None], meaning: str) -> None:
     """Checks an int32 array of the expected shape, see `shape`."""
     shape(name, array, expected, meaning)

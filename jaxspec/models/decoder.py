@@ -1,5 +1,6 @@
 """The one decoder. Every method calls it with a selection, a layer mask or a collect request; none owns a copy."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,17 @@ from jaxspec.types import (
     LayerMask,
     Params,
 )
-from pallas_kernels import add_rms_norm, cached_attention, rope_and_cache, sparse_attention
+from pallas_kernels import (
+    add_rms_norm,
+    cached_attention,
+    gated_matmul,
+    rope_and_cache,
+    skinny_matmul,
+    sparse_attention,
+)
+from pallas_kernels.dispatch import resolve
+from pallas_kernels.partial_sums import sum_of_parts
+from pallas_kernels.skinny_matmul import MAX_ROWS
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +46,7 @@ class RMSNorm(nn.Module):
         self.scale = self.param("scale", nn.initializers.ones, (self.size,))
 
     def __call__(self, x: Array, update: Array | None = None) -> tuple[Array, Array]:
-        """x + update and its norm, both [B, T, D]."""
+        """x + update and its norm, both [B, T, D]; the update may come as partial sums."""
         return add_rms_norm(x, update, self.scale, eps=self.eps, backend=self.backend)
 
 
@@ -45,6 +56,7 @@ class Projection(nn.Module):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     use_bias: bool
+    backend: str | None = None
 
     def setup(self) -> None:
         axes = range(len(self.inputs))
@@ -60,6 +72,15 @@ class Projection(nn.Module):
         out = jax.lax.dot_general(x, self.kernel, (contract, ((), ())), precision=_precision(x))
         return out + self.bias if self.use_bias and add_bias else out
 
+    def parts(self, x: Array, *, add_bias: bool = True) -> Array:
+        """The same for an op that takes partial sums, float32 [C, B, T, *outputs]: few rows come so."""
+        n = len(self.inputs)
+        if not _is_skinny(x, n, self.backend) or (self.use_bias and add_bias):
+            return self(x, add_bias=add_bias)
+        depth = math.prod(self.inputs)
+        sums = skinny_matmul(x.reshape(-1, depth), self.kernel.reshape(depth, -1), backend=self.backend)
+        return sums.reshape(-1, *x.shape[:-n], *self.outputs)
+
 
 class Attention(nn.Module):
     """Grouped-query attention over a cache, or over selected rows of it."""
@@ -71,8 +92,9 @@ class Attention(nn.Module):
     def setup(self) -> None:
         c = self.config
         # one kernel for q, k and v, grouped by kv head: [D, K, G + 2, H] splits over a mesh by kv head
-        self.qkv = Projection((c.hidden_size,), (c.num_kv_heads, c.group_size + 2, c.head_dim), c.qkv_bias)
-        self.out = Projection((c.num_heads, c.head_dim), (c.hidden_size,), c.out_bias)
+        members = (c.num_kv_heads, c.group_size + 2, c.head_dim)
+        self.qkv = Projection((c.hidden_size,), members, c.qkv_bias, self.backend)
+        self.out = Projection((c.num_heads, c.head_dim), (c.hidden_size,), c.out_bias, self.backend)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
@@ -86,10 +108,11 @@ class Attention(nn.Module):
         selection: KVSelection | KVSelector | None,
         collect: Collect,
     ) -> tuple[Array, LayerCache, Array, Array | None]:
-        """Returns the sublayer's output [B,T,D], the cache with this call's rows, q [B,T,N,H] and row scores."""
+        """Returns the sublayer's output [B,T,D], perhaps as partial sums, the cache with this call's rows, q [B,T,N,H]
+        and row scores."""
         c = self.config
         q, *kv = rope_and_cache(
-            self.qkv(x, add_bias=False),
+            self.qkv.parts(x, add_bias=False),
             *cache,
             *rope,
             start,
@@ -130,20 +153,25 @@ class Attention(nn.Module):
                 scale=scale,
                 backend=self.backend,
             )
-        return self.out(out), cache, q, scores
+        return self.out.parts(out), cache, q, scores
 
 
 class MLP(nn.Module):
     """Gated MLP: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
 
     config: ModelConfig
+    backend: str | None = None
 
     def setup(self) -> None:
         c = self.config
-        self.gate_up = Projection((c.hidden_size,), (2, c.intermediate_size), c.mlp_bias)
-        self.down = Projection((c.intermediate_size,), (c.hidden_size,), c.mlp_bias)
+        self.gate_up = Projection((c.hidden_size,), (2, c.intermediate_size), c.mlp_bias, self.backend)
+        self.down = Projection((c.intermediate_size,), (c.hidden_size,), c.mlp_bias, self.backend)
 
     def __call__(self, x: Array) -> Array:
+        """[B,T,D], perhaps as partial sums."""
+        if _is_skinny(x, 1, self.backend) and not self.config.mlp_bias:
+            hidden = gated_matmul(x.reshape(-1, x.shape[-1]), self.gate_up.kernel, backend=self.backend)
+            return self.down.parts(hidden.reshape(*x.shape[:-1], -1))
         gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         return self.down(hidden.astype(x.dtype))
@@ -153,7 +181,8 @@ class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Sublayers can be skipped.
 
     A sublayer takes the residual stream in two parts, x and the update of the sublayer before it, and returns their sum
-    and an update of its own: the addition is part of the next norm's kernel.
+    and an update of its own: the addition is part of the next norm's kernel, and so is adding up an update's partial
+    sums.
     """
 
     config: ModelConfig
@@ -165,7 +194,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.backend)
         self.attention = Attention(c, self.layer, self.backend)
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.backend)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c, self.backend)
 
     def attend(
         self, x: Array, update: Array | None, cache: LayerCache, *args: Any
@@ -252,17 +281,17 @@ class Decoder(nn.Module):
                 scores.append(layer_scores)
             elif run is not False:
                 attend = partial(self._attend_alone, i, context)
-                x, layer_cache = _run_if(run, attend, _sum(x, update), layer_cache)
+                x, layer_cache = _run_if(run, attend, add_update(x, update), layer_cache)
                 update = None
             caches.append(layer_cache)
-            hidden.append(_sum(x, update))
+            hidden.append(add_update(x, update))
             run = layers is None or layers.mlp[i]
             if run is True:
                 x, update = block.feed_forward(x, update)
             elif run is not False:
                 feed_forward = partial(self._feed_forward_alone, i)
-                x, update = jax.lax.cond(run, feed_forward, lambda x: x, _sum(x, update)), None
-            hidden.append(_sum(x, update))
+                x, update = jax.lax.cond(run, feed_forward, lambda x: x, add_update(x, update)), None
+            hidden.append(add_update(x, update))
         return ForwardOut(
             logits=self.logits(x, update),
             cache=tuple(caches),
@@ -280,10 +309,10 @@ class Decoder(nn.Module):
 
     def _attend_alone(self, layer: int, context: tuple[Any, ...], x: Array, cache: LayerCache) -> tuple[Any, ...]:
         x, update, cache, *_ = self._apply_block(layer, "attend", x, None, cache, *context)
-        return x + update, cache
+        return add_update(x, update), cache
 
     def _feed_forward_alone(self, layer: int, x: Array) -> Array:
-        return _sum(*self._apply_block(layer, "feed_forward", x, None))
+        return add_update(*self._apply_block(layer, "feed_forward", x, None))
 
     def _apply_block(self, layer: int, method: str, *args: Any) -> Any:
         # a stateless apply, because bound modules may not be called inside lax.cond
@@ -297,8 +326,15 @@ def _run_if(run: Array, function: Callable[..., Any], *args: Any) -> Any:
     return jax.lax.while_loop(lambda carry: carry[0], body, (jnp.asarray(run), args))[1]
 
 
-def _sum(x: Array, update: Array | None) -> Array:
-    return x if update is None else x + update
+def add_update(x: Array, update: Array | None) -> Array:
+    """x + update, the residual stream [B, T, D] of which a sublayer returns both."""
+    return x if update is None else x + sum_of_parts(update, x.ndim, x.dtype)
+
+
+def _is_skinny(x: Array, inputs: int, backend: str | None) -> bool:
+    rows = math.prod(x.shape[: x.ndim - inputs])
+    # float32 products have no tensor-core path to feed
+    return x.dtype.itemsize == 2 and rows <= MAX_ROWS and resolve(backend) != "xla"
 
 
 def _precision(x: Array) -> jax.lax.Precision | None:

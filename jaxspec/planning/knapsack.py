@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.base import Models
-from jaxspec.models.decoder import Attention, Block, RMSNorm
+from jaxspec.models.decoder import Attention, Block, RMSNorm, add_update
 from jaxspec.models.rope import rope_tables
 from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerCache
 from pallas_kernels import rope_and_cache
@@ -213,7 +213,7 @@ class _Branches:
         flat = x.reshape(x.shape[0], -1, x.shape[-1])
         params = {"params": self._params[f"layers_{layer}"]}
         flat, update = block.apply(params, flat, None, method="feed_forward")
-        return (flat + update).reshape(x.shape)
+        return add_update(flat, update).reshape(x.shape)
 
 
 class _BranchAttention(Attention):

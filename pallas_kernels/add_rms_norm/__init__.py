@@ -16,7 +16,7 @@ def add_rms_norm(
 
     Args:
       x: [B, T, D], float32, bfloat16 or float16.
-      update: like x, or None for no addition.
+      update: like x, or None for no addition, or float32 [C, B, T, D]: partial sums, whose sum rounds to x's dtype.
       scale: [D], any float dtype.
       eps: added to the mean square.
       backend: see `pallas_kernels.dispatch`.
@@ -31,8 +31,7 @@ def add_rms_norm(
     checks.shape("x", x, (None, None, None), "[B,T,D]")
     checks.dtype("x", x, checks.FLOATS)
     if update is not None:
-        checks.shape("update", update, x.shape, "[B,T,D] like x")
-        checks.dtype("update", update, (x.dtype,))
+        checks.product("update", update, x.shape, "[B,T,D] like x", x.dtype)
     checks.shape("scale", scale, x.shape[-1:], "[D]")
     if backend == "xla":
         from pallas_kernels.add_rms_norm import reference

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.partial_sums import load_sum
+
 
 def _kernel(*refs, size: int, eps: float, has_update: bool) -> None:
-    """x, update [R,D], scale [D] -> sum [R,D] (with an update only), norm [R,D]."""
+    """x [R,D], update [C,R,D], scale [D] -> sum [R,D] (with an update only), norm [R,D]."""
     x_ref, *update_ref, scale_ref = refs[: 2 + has_update]
     *sum_ref, norm_ref = refs[2 + has_update :]
     row = pl.program_id(0)
@@ -21,8 +23,8 @@ def _kernel(*refs, size: int, eps: float, has_update: bool) -> None:
     # interpret mode drops stores whose index is past the end, the GPU those that are masked
     at = jnp.where(mask, column, size)
     if has_update:
-        update = pltriton.load(update_ref[0].at[row, column], mask=mask, other=0.0)
-        y = (y.astype(jnp.float32) + update.astype(jnp.float32)).astype(y.dtype)
+        update = load_sum(lambda part: update_ref[0].at[part, row, column], update_ref[0].shape[0], mask)
+        y = (y.astype(jnp.float32) + update.astype(y.dtype).astype(jnp.float32)).astype(y.dtype)
         pltriton.store(sum_ref[0].at[row, at], y, mask=mask)
     y = y.astype(jnp.float32)
     scale = pltriton.load(scale_ref.at[column], mask=mask, other=0.0).astype(jnp.float32)
@@ -37,7 +39,7 @@ def add_rms_norm(
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     has_update = update is not None
-    operands = [rows, update.reshape(-1, size), scale] if has_update else [rows, scale]
+    operands = [rows, update.reshape(-1, *rows.shape), scale] if has_update else [rows, scale]
     out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     results = pl.pallas_call(
         functools.partial(_kernel, size=size, eps=eps, has_update=has_update),

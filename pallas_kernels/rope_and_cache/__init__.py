@@ -23,11 +23,12 @@ def rope_and_cache(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds the bias, norms and rotates q and k, and writes k and v into the cache at rows start..start + T - 1.
 
-    Each step rounds to qkv's dtype, as separate layers would. Dimension i of a head rotates with i + H / 2 (RoFormer,
-    arXiv 2104.09864); norms are RMS norms over a head, float32 inside, before the rotation.
+    Each step rounds to the cache's dtype, as separate layers would. Dimension i of a head rotates with i + H / 2
+    (RoFormer, arXiv 2104.09864); norms are RMS norms over a head, float32 inside, before the rotation.
 
     Args:
-      qkv: [B, T, K, G + 2, H], for every kv head its G query heads, then its key, then its value.
+      qkv: [B, T, K, G + 2, H], for every kv head its G query heads, then its key, then its value; or partial sums of
+        it, float32 [C, B, T, K, G + 2, H], whose sum rounds to the cache's dtype.
       k_cache: [B, S, K, H] of qkv's dtype; v_cache the same.
       cos: float32 [B, T, H / 2]; sin the same.
       start: int32 [B]; start + T must not exceed S (not checked: the values are traced).
@@ -43,14 +44,14 @@ def rope_and_cache(
       ValueError: a shape or dtype other than the above, or one norm scale without the other.
     """
     backend = dispatch.resolve(backend)
-    checks.shape("qkv", qkv, (None,) * 5, "[B,T,K,G+2,H]")
-    checks.dtype("qkv", qkv, checks.FLOATS)
-    batch, num_rows, kv_heads, members, head_dim = qkv.shape
+    checks.dtype("k_cache", k_cache, checks.FLOATS)
+    checks.product("qkv", qkv, (None,) * 5, "[B,T,K,G+2,H]", k_cache.dtype)
+    batch, num_rows, kv_heads, members, head_dim = qkv.shape[-5:]
     if members < 3 or head_dim % 2:
         raise ValueError(f"qkv has shape {qkv.shape}; it must be [B,T,K,G+2,H] with G >= 1 and an even H")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.shape(name, cache, (batch, None, kv_heads, head_dim), "[B,S,K,H]")
-        checks.dtype(name, cache, (qkv.dtype,))
+        checks.dtype(name, cache, (k_cache.dtype,))
     checks.shape("v_cache", v_cache, k_cache.shape, "[B,S,K,H] like k_cache")
     if num_rows > k_cache.shape[1]:
         raise ValueError(f"{num_rows} rows do not fit a cache of {k_cache.shape[1]}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.partial_sums import sum_of_parts
+
 
 def rope_and_cache(
     qkv: jax.Array,
@@ -20,6 +22,7 @@ def rope_and_cache(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the public op."""
+    qkv = sum_of_parts(qkv, 5, k_cache.dtype)
     batch, num_rows, kv_heads, members, head_dim = qkv.shape
     if bias is not None:
         qkv = qkv + bias.astype(qkv.dtype)

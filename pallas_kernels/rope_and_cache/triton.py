@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.partial_sums import load_sum
+
 
 def _kernel(
     qkv_ref, cos_ref, sin_ref, start_ref, bias_ref, q_scale_ref, k_scale_ref, q_out, k_out, v_out, *, eps: float
 ) -> None:  # fmt: skip
-    """qkv [B,T,K,G+2,H], cos and sin [B,T,H/2], start [B] -> q_out [B,T,N,H], rows of k_out and v_out [B,S,K,H]."""
+    """qkv [C,B,T,K,G+2,H], cos and sin [B,T,H/2], start [B] -> q_out [B,T,N,H], rows of k_out and v_out [B,S,K,H]."""
     token, kv_head, batch = (pl.program_id(axis) for axis in range(3))
-    group, head_dim = qkv_ref.shape[3] - 2, qkv_ref.shape[4]
+    group, head_dim = qkv_ref.shape[4] - 2, qkv_ref.shape[5]
     dtype = q_out.dtype
     pair = jnp.arange(pl.next_power_of_2(head_dim // 2), dtype=jnp.int32)
     in_half = pair < head_dim // 2
@@ -22,7 +24,8 @@ def _kernel(
     sin = pltriton.load(sin_ref.at[batch, token, pair], mask=in_half, other=0.0)
 
     def read(member, mask, column):
-        x = pltriton.load(qkv_ref.at[batch, token, kv_head, member, column], mask=mask, other=0.0)
+        at = lambda part: qkv_ref.at[part, batch, token, kv_head, member, column]  # noqa: E731
+        x = load_sum(at, qkv_ref.shape[0], mask).astype(dtype)
         if bias_ref is not None:
             bias = pltriton.load(bias_ref.at[kv_head, member, column], mask=mask, other=0.0)
             x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
@@ -74,7 +77,9 @@ def rope_and_cache(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the public op."""
-    batch, num_rows, kv_heads, members, head_dim = qkv.shape
+    qkv = qkv if qkv.ndim == 6 else qkv[None]
+    _, batch, num_rows, kv_heads, members, head_dim = qkv.shape
+    dtype = k_cache.dtype
     optional = [bias, q_scale, k_scale]
     operands = [qkv, cos, sin, start, *(x for x in optional if x is not None)]
 
@@ -86,7 +91,7 @@ def rope_and_cache(
     return pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((batch, num_rows, kv_heads * (members - 2), head_dim), qkv.dtype),
+            jax.ShapeDtypeStruct((batch, num_rows, kv_heads * (members - 2), head_dim), dtype),
             jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype),
             jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
         ),
