@@ -22,12 +22,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import kernels_checks
 import kernels_dense
+import kernels_matmul
 import kernels_selection
 import kernels_sparse
 from kernels_timing import Run, copy_rates
 
 CHECKS = {"attention": kernels_checks.check, "selection": kernels_selection.check}
 OPS = {
+    "skinny_matmul": kernels_matmul.bench,
     "row_selection": kernels_selection.bench,
     "sparse_attention": kernels_sparse.bench_sparse,
     "attention_scores": kernels_sparse.bench_scores,

@@ -28,7 +28,7 @@ class BlockSizes:
     num_stages: int = 4
 
 
-def choose_block_sizes(num_rows: int, depth: int, columns: int, *, gated: bool) -> BlockSizes:
+def choose_block_sizes(num_rows: int, depth: int, columns: int, *, gated: bool = False) -> BlockSizes:
     """Returns the block sizes for x [R,D] and a weight of `columns` columns [D,N], or [D,2,N] when gated."""
     rows = power_of_two(num_rows, 16)
     if gated:
