@@ -34,6 +34,13 @@ def test_the_vegas_recipe(enough, drafts):
     assert len(measured) == len({str(spec) for spec in measured})
 
 
+@pytest.mark.parametrize("faster", ["weight", "logit"])
+def test_logit_scores_are_tried_last(faster):
+    search, measured = search_over(lambda spec: 2.0 if spec["options"].get("score_mode", "weight") == faster else 1.0)
+    assert search.vegas().spec["options"].get("score_mode", "weight") == faster
+    assert measured[-1]["options"]["score_mode"] == "logit"
+
+
 def test_a_gain_of_less_than_two_percent_is_no_growth():
     search, _ = search_over(lambda spec: 1.0, lambda spec: 5.0 + spec["options"]["rho"])
     assert search.vegas().spec["options"]["rho"] == RHOS[0]
