@@ -202,11 +202,12 @@ def begin(
 def decode_step(
     models: Models, state: DecodeState, request: Request, method: Method, max_new_tokens: int
 ) -> tuple[DecodeState, Array, Array]:
-    """One round: draft, verify, accept, commit, observe. Rows that have ended keep their state.
+    """One round: draft, verify, accept, commit, observe. Rows that have ended keep their state and attend to nothing.
 
     Returns:
         The new state, and what the round emitted: tokens int32 [B, g+1], of which the first count int32 [B] are valid.
     """
+    models = models.for_running(state)
     state, draft = draft_tokens(models, state, request, method)
     out = method.verify(models, state, draft)
     length = state.length
