@@ -154,13 +154,17 @@ def measure_speed(models: Models, methods: dict, texts: dict, batch: int, args: 
     runs = Runs(models, rows, args.new_tokens, max(method.max_draft for method in methods.values()))
     candidates = {name: Candidate(name, method) for name, method in methods.items()}
     measure_interleaved(runs, list(candidates.values()), 3, lambda line: print(f"  {line}", flush=True))
-    plain = None
+    plain = plain_all = None
     for name, candidate in candidates.items():
-        seconds, stats = candidate.median().seconds, candidate.median().stats
+        seconds = candidate.median().seconds
         figures = candidate.median().metrics
         rate = batch * (args.new_tokens - 1) / seconds
         plain = rate if name == "plain" else plain
-        per_round = 1e3 * seconds / int(np.max(stats.rounds))
+        # none of these methods runs in segments
+        part = candidate.median().all_running
+        rate_all = part.tokens / part.seconds
+        plain_all = rate_all if name == "plain" else plain_all
+        per_round = 1e3 * part.seconds / part.rounds
         result = {
             "method": name,
             "options": dataclasses.asdict(methods[name]),
@@ -168,12 +172,15 @@ def measure_speed(models: Models, methods: dict, texts: dict, batch: int, args: 
             "context": context,
             "tokens_per_second": rate,
             "speedup": rate / plain,
+            "tokens_per_second_all_running": rate_all,
+            "speedup_all_running": rate_all / plain_all,
             "milliseconds_per_round": per_round,
             "prefill_seconds_with_compile": runs.prefill_seconds,
             **figures.as_dict(),
         }
         print(
-            f"{name:10} B={batch:<3} context {context:6} {rate:9.1f} tokens/s  {rate / plain:5.2f} x plain  "
+            f"{name:10} B={batch:<3} context {context:6} {rate:9.1f} tokens/s  {rate / plain:5.2f} x plain, "
+            f"{rate_all / plain_all:5.2f} x while all run  "
             f"{figures.tokens_per_round.token_weighted:.2f} tokens per round of {per_round:.2f} ms",
             flush=True,
         )

@@ -176,11 +176,11 @@ class Pair:
 
 
 def _draft(method, new_tokens, models, state, request):
-    return draft_tokens(models, state, request, method)
+    return draft_tokens(models.for_running(state), state, request, method)
 
 
 def _verify(method, new_tokens, models, state, drafts):
-    out = method.verify(models, state, drafts)
+    out = method.verify(models.for_running(state), state, drafts)
     # the cache leaves by one way only: a second result would be a copy of it
     return state.replace(cache=out.cache), out._replace(cache=())
 
@@ -188,7 +188,7 @@ def _verify(method, new_tokens, models, state, drafts):
 def _rest(method, new_tokens, models, state, drafts, out, request):
     length, out = state.length, out._replace(cache=state.cache)
     state, verdict, *_ = commit(state, drafts, out, request, new_tokens)
-    method_state = method.observe(models, state.method_state, out, drafts, verdict, length)
+    method_state = method.observe(models.for_running(state), state.method_state, out, drafts, verdict, length)
     return state.replace(method_state=method_state)
 
 

@@ -202,11 +202,12 @@ def begin(
 def decode_step(
     models: Models, state: DecodeState, request: Request, method: Method, max_new_tokens: int
 ) -> tuple[DecodeState, Array, Array]:
-    """One round: draft, verify, accept, commit, observe. Rows that have ended keep their state.
+    """One round: draft, verify, accept, commit, observe. Rows that have ended keep their state and attend to nothing.
 
     Returns:
         The new state, and what the round emitted: tokens int32 [B, g+1], of which the first count int32 [B] are valid.
     """
+    models = models.for_running(state)
     state, draft = draft_tokens(models, state, request, method)
     out = method.verify(models, state, draft)
     length = state.length
@@ -223,11 +224,21 @@ def draft_tokens(models: Models, state: DecodeState, request: Request, method: M
 
 
 def decode_all(
-    models: Models, state: DecodeState, request: Request, method: Method, max_new_tokens: int
+    models: Models,
+    state: DecodeState,
+    request: Request,
+    method: Method,
+    max_new_tokens: int,
+    until_any: Array | None = None,
 ) -> DecodeState:
-    """Rounds until every row has ended."""
+    """Rounds until every row has ended or, where the traced bool [] `until_any` is given and holds, until any has."""
+
+    def goes_on(state: DecodeState) -> Array:
+        running = state.finish == Finish.RUNNING
+        return jnp.any(running) if until_any is None else jnp.where(until_any, jnp.all(running), jnp.any(running))
+
     return jax.lax.while_loop(
-        lambda state: jnp.any(state.finish == Finish.RUNNING),
+        goes_on,
         lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
         state,
     )

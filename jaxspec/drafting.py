@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.sampling import Sampling, sample, to_probs
-from jaxspec.types import Array, DecodeState, Draft, ForwardOut, KVCache
+from jaxspec.types import Array, DecodeState, Draft, Finish, ForwardOut, KVCache
 
 
 class ForcedDraws:
@@ -127,8 +127,13 @@ def self_draft(
         The others are those of `draft_chain`.
     """
 
+    def row_ends(logits: Array) -> Array:
+        # the loop goes on for its slowest row, which must not be one that has ended
+        return ends(logits) | (state.finish != Finish.RUNNING)
+
     def step(cache: KVCache, token: Array, slot: Array) -> tuple[Array, KVCache]:
         out = forward(token[:, None], cache, state.length + slot, **options)
         return out.logits[:, 0], out.cache
 
-    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends, limit=limit)
+    ends_at = None if ends is None else row_ends
+    return draft_chain(step, state.cache, state.last_token, num_draft, sampling, keys, ends=ends_at, limit=limit)

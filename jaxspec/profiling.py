@@ -80,13 +80,14 @@ def fused_step(
 def _draft(
     models: Models, state: DecodeState, request: Request, stopped: Array, method: Method
 ) -> tuple[DecodeState, Draft, Array]:
-    state, draft = draft_tokens(models, stop_rows(state, stopped), request, method)
+    state = stop_rows(state, stopped)
+    state, draft = draft_tokens(models.for_running(state), state, request, method)
     return state, draft, state.length
 
 
 @partial(jax.jit, static_argnames="method", donate_argnames="state")
 def _verify(models: Models, state: DecodeState, draft: Draft, method: Method) -> tuple[DecodeState, ForwardOut]:
-    out = method.verify(models, state, draft)
+    out = method.verify(models.for_running(state), state, draft)
     # the cache leaves by one way only: a second result would be a copy of it
     return state.replace(cache=out.cache), out._replace(cache=())
 
@@ -103,6 +104,6 @@ def _observe(
     models: Models, state: DecodeState, out: ForwardOut, draft: Draft, verdict: Verdict, length: Array, method: Method
 ) -> tuple[DecodeState, tuple[Array, Stats]]:
     out = out._replace(cache=state.cache)
-    method_state = method.observe(models, state.method_state, out, draft, verdict, length)
+    method_state = method.observe(models.for_running(state), state.method_state, out, draft, verdict, length)
     # results of their own, which outlive the donated state
     return state.replace(method_state=method_state), (state.finish, state.stats)

@@ -19,7 +19,15 @@ from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import KVCache, Params, Stats
+from jaxspec.types import Finish, KVCache, Params, Stats
+
+
+class Part(NamedTuple):
+    """The rounds of a run in which all rows were running."""
+
+    seconds: float
+    rounds: int
+    tokens: int  # of all rows
 
 
 class Timed(NamedTuple):
@@ -30,6 +38,7 @@ class Timed(NamedTuple):
     tokens: np.ndarray  # int32 [B, new_tokens]
     metrics: Metrics
     stats: Stats  # as NumPy arrays
+    all_running: Part | None  # None where the method runs in segments
 
 
 @dataclass
@@ -97,19 +106,34 @@ class Runs:
         method, models = candidate.method, self._models(candidate)
         first, rest = self._programs.get(method) or self._compile(models, method)
         state = jax.block_until_ready(first(models, self.cache, self.request))
+        part = None
         started = time.perf_counter()
         if rest is None:
             state, run = decode_in_segments(models, self.request, method, self.new_tokens, state=state)
             seconds = run.decode_seconds + run.replan_seconds
         else:
-            state = jax.block_until_ready(rest(models, state, self.request))
+            state = jax.block_until_ready(rest(models, state, self.request, until_any=np.True_))
             seconds = time.perf_counter() - started
+            part = Part(seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted)))
+            if np.any(np.asarray(state.finish) == Finish.RUNNING):
+                started = time.perf_counter()
+                state = jax.block_until_ready(rest(models, state, self.request, until_any=np.False_))
+                seconds += time.perf_counter() - started
         self.cache = state.cache
         stats = jax.tree.map(np.asarray, state.stats)
         tokens = np.asarray(state.tokens)[:, : self.new_tokens]
-        timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats), stats)
+        timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats), stats, part)
         candidate.runs.append(timed)
         return timed
+
+    def program_bytes(self, candidate: Candidate) -> int | None:
+        """Device memory that a candidate's compiled loop needs, weights and caches included; None where unknown."""
+        program = self._programs[candidate.method][1]
+        sizes = None if program is None else program.memory_analysis()
+        if sizes is None:
+            return None
+        whole = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+        return whole - sizes.alias_size_in_bytes
 
     def phases(self, candidate: Candidate, num_rounds: int) -> dict[str, float]:
         """Median milliseconds of a round's phases, each as a program of its own, and of the whole round."""
@@ -136,7 +160,7 @@ class Runs:
         if not method.segment_rounds:
             state = jax.eval_shape(partial(begin, **options), models, self.cache, self.request)
             loop = jax.jit(partial(decode_all, **options), donate_argnums=1)
-            rest = loop.lower(models, state, self.request).compile()
+            rest = loop.lower(models, state, self.request, until_any=np.True_).compile()
         self._programs[method] = first, rest
         return first, rest
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.cli.measuring import (
     add_measuring_flags,
+    add_speedups,
     check_libraries,
     environment,
     load_drafts,
@@ -79,8 +80,7 @@ def _bench(args: argparse.Namespace) -> int:
         else:
             shallow, deep = (_measure(args, specs, drafts, batch, context, n) for n in (args.layers, 2 * args.layers))
             results = [_extrapolated(a, b, args.layers, whole) for a, b in zip(shallow, deep, strict=True)]
-        for result in results:
-            result["speedup"] = result["tokens_per_second"] / results[0]["tokens_per_second"]
+        add_speedups(results)
         record["results"] += results
         print_table(results, args)
         write_record(args.json, record)
@@ -109,12 +109,18 @@ def _measure(
 
 
 def _extrapolated(shallow: dict[str, Any], deep: dict[str, Any], layers: int, whole: int) -> dict[str, Any]:
-    """The whole depth's result, from a straight line through a round's time at two depths."""
-    per_layer = (deep["milliseconds_per_round"] - shallow["milliseconds_per_round"]) / layers
-    milliseconds = shallow["milliseconds_per_round"] + per_layer * (whole - layers)
+    """The whole depth's result, from straight lines through a round's time and memory at two depths."""
+
+    def line(name: str) -> Any:
+        return shallow[name] + (deep[name] - shallow[name]) / layers * (whole - layers)
+
+    milliseconds = line("milliseconds_per_round")
     faster = deep["milliseconds_per_round"] / milliseconds
     result = {**deep, "milliseconds_per_round": milliseconds, "extrapolated_from_layers": [layers, 2 * layers]}
-    result["tokens_per_second"] = deep["tokens_per_second"] * faster
+    for rate in ("tokens_per_second", "tokens_per_second_all_running"):
+        result[rate] = deep[rate] * faster
+    if deep["program_bytes"] is not None:
+        result["program_bytes"] = round(line("program_bytes"))
     if result.get("share_of_bandwidth") is not None:
         result["share_of_bandwidth"] = (
             deep["whole_step_bytes"] / (milliseconds / 1e3) / deep["ceiling_bytes_per_second"]

@@ -159,14 +159,13 @@ def result_of(
     args: argparse.Namespace, runs: Any, candidate: Any, spec: dict[str, Any], context: int
 ) -> dict[str, Any]:
     """One line of the table, and more, as plain types."""
-    import jax
-
     from jaxspec.benchmarking.runs import expected_tokens
     from jaxspec.benchmarking.shapes import SHAPES, step_bytes
 
     timed, method = candidate.median(), candidate.method
-    per_round = timed.seconds / timed.rounds
-    stats = jax.devices()[0].memory_stats() or {}
+    part, stats = timed.all_running, timed.stats
+    # a round is shorter once rows have ended
+    per_round = part.seconds / part.rounds if part else timed.seconds / timed.rounds
     result: dict[str, Any] = {
         "method": candidate.name,
         "spec": spec,
@@ -176,7 +175,7 @@ def result_of(
         "milliseconds_per_round": 1e3 * per_round,
         "spread": candidate.spread(),
         "runs": len(candidate.runs),
-        "peak_memory_bytes": stats.get("peak_bytes_in_use"),
+        "program_bytes": runs.program_bytes(candidate),
         "synthetic": getattr(args, "shape", None) is not None,
     }
     if result["synthetic"]:
@@ -184,10 +183,13 @@ def result_of(
         result["assumed_acceptance"] = acceptance if method.max_draft else None
         result["tokens_per_round"] = expected_tokens(acceptance, method.max_draft)
         result["tokens_per_second"] = runs.batch * result["tokens_per_round"] / per_round
+        result["tokens_per_second_all_running"] = result["tokens_per_second"]
     else:
         # the prefill samples the first token
         result["tokens_per_second"] = runs.batch * (runs.new_tokens - 1) / timed.seconds
+        result["tokens_per_second_all_running"] = part.tokens / part.seconds if part else None
         result["tokens_per_round"] = timed.metrics.tokens_per_round.token_weighted
+        result["tokens_per_round_by_row"] = (stats.emitted / stats.rounds).tolist()
         result["metrics"] = timed.metrics.as_dict()
     if spec["method"] == "plain":
         config = runs.models.target.config
@@ -201,6 +203,16 @@ def result_of(
         result["share_of_bandwidth"] = needed / per_round / ceiling if ceiling else None
         result["ceiling_bytes_per_second"] = ceiling
     return result
+
+
+def add_speedups(results: list[dict[str, Any]]) -> None:
+    """Sets every result's speed-up over the first, plain decoding: until the last row has ended, and while all run."""
+    for rate, speedup in (
+        ("tokens_per_second", "speedup"),
+        ("tokens_per_second_all_running", "speedup_all_running"),
+    ):
+        for result in results:
+            result[speedup] = None if result[rate] is None else result[rate] / results[0][rate]
 
 
 def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -220,8 +232,9 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(title, soft_wrap=True)
     table = Table(box=SIMPLE)
-    for column in ("method", "tokens/s", "x plain", "spread", "tokens/round", "ms/round", "acceptance by position"):
-        left = column in ("method", "acceptance by position")
+    figures = ("tokens/s", "x plain", "while all run", "spread", "tokens/round", "ms/round", "GiB")
+    for column in ("method", *figures, "acceptance by position"):
+        left = column not in figures
         table.add_column(column, justify="left" if left else "right", no_wrap=not left)
     for result in results:
         if result["synthetic"]:
@@ -234,9 +247,11 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
             result["method"] + ("" if result["lossless"] else " (lossy)"),
             f"{result['tokens_per_second']:.1f}",
             f"{result['speedup']:.2f}",
+            "-" if result["speedup_all_running"] is None else f"{result['speedup_all_running']:.2f}",
             f"{result['spread']:.1%}",
             f"{result['tokens_per_round']:.2f}",
             f"{result['milliseconds_per_round']:.2f}",
+            "-" if result["program_bytes"] is None else f"{result['program_bytes'] / 2**30:.2f}",
             acceptance,
         )
     console.print(table)
@@ -244,13 +259,8 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
         if "phases_milliseconds" in result:
             phases = "  ".join(f"{name} {value:.2f}" for name, value in result["phases_milliseconds"].items())
             console.print(f"  milliseconds of {result['method']}: {phases}")
-    notes = []
     if first.get("share_of_bandwidth") is not None:
-        notes.append(f"plain decoding reaches {first['share_of_bandwidth']:.0%} of a device copy's bandwidth")
-    if first["peak_memory_bytes"]:
-        notes.append(f"peak memory {first['peak_memory_bytes'] / 2**30:.1f} GiB")
-    if notes:
-        console.print("  " + "; ".join(notes))
+        console.print(f"  plain decoding reaches {first['share_of_bandwidth']:.0%} of a device copy's bandwidth")
 
 
 def tell(line: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspec.cli.measuring import (
     add_measuring_flags,
+    add_speedups,
     check_libraries,
     environment,
     load_drafts,
@@ -97,8 +98,7 @@ def _tune(args: argparse.Namespace) -> int:
     results = [
         result_of(args, runs, candidate, spec, args.context) for candidate, spec in zip(candidates, specs, strict=True)
     ]
-    for result in results:
-        result["speedup"] = result["tokens_per_second"] / results[0]["tokens_per_second"]
+    add_speedups(results)
     print_table(results, args)
     best = max(results, key=lambda result: result["tokens_per_second"])
     # a lead within the noise is none, and plain decoding is the simpler program

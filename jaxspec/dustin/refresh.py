@@ -83,7 +83,9 @@ def run_refresh(
         # at the end of the cache a chunk begins earlier, and rows before `wanted` get the same values again
         begin = jnp.minimum(wanted, capacity - CHUNK)
         place = begin[:, None] + jnp.arange(CHUNK)
-        out = models.forward(token_at(place), cache, begin, collect=Collect(queries=layers))
+        # behind a row's committed tokens a chunk writes scratch only; before them it must write what is there
+        attending = models.replace(running=begin < length)
+        out = attending.forward(token_at(place), cache, begin, collect=Collect(queries=layers))
         newest = place == length[:, None] - 1
         at, found = jnp.argmax(newest, axis=1)[:, None], jnp.any(newest, axis=1)[:, None, None]
         queries = tuple(jnp.where(found, q[row, at][:, 0], old) for q, old in zip(out.queries, queries, strict=True))

@@ -187,7 +187,7 @@ class SparseVerification(Method):
         state = state.replace(method_state=own.own)
         selection = self._draft_selection(state, own)
         draft, cache, drafts, draft_cache, queries = self.run_drafts(models, state, sampling, keys, selection)
-        own, length = own.replace(own=drafts), state.length
+        own, length = own.replace(own=drafts), models.visible(state.length)
         history = self._history_scores(models, cache, own.queries, length)
         ahead = None
         if self._draft_rows:

@@ -15,6 +15,7 @@ from jaxspec.types import (
     Collect,
     DecodeState,
     Draft,
+    Finish,
     ForwardOut,
     KVCache,
     KVSelection,
@@ -64,10 +65,20 @@ class Models:
     target: Decoder = struct.field(pytree_node=False)
     params: Params
     draft_params: Params | None = None
+    running: Array | None = None  # bool [B]: rows that attend, see `Decoder.__call__`; None: all
+
+    def for_running(self, state: DecodeState) -> "Models":
+        """The models of a round: rows that have ended cost no attention in it."""
+        return self.replace(running=state.finish == Finish.RUNNING)
 
     def forward(self, tokens: Array, cache: KVCache, start: Array, **options: Any) -> ForwardOut:
         """The target's forward, see `Decoder.__call__`."""
-        return self.target.apply({"params": self.params}, tokens, cache, start, **options)
+        return self.target.apply({"params": self.params}, tokens, cache, start, running=self.running, **options)
+
+    def visible(self, length: Array) -> Array:
+        """`length` int32 [B] where there is something to score and select, far below 0 in rows that have ended: the
+        positions that a round's queries count from there are negative too, and queries at those see nothing."""
+        return length if self.running is None else jnp.where(self.running, length, -(1 << 20))
 
 
 @dataclass(frozen=True)

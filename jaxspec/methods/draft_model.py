@@ -96,6 +96,7 @@ class DraftModel(Method):
                 start,
                 selection=selection,
                 collect=Collect(queries=query_layers),
+                running=models.running,
             )
             logits = out.logits[:, -1, :vocab]
             padding = ((0, 0), (0, vocab - logits.shape[1]))

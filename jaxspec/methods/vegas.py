@@ -76,6 +76,7 @@ class Vegas(Method):
         return self._select(models, scores, length + verdict.num_accepted + 1, length + 1)
 
     def _select(self, models: Models, scores: Array, length: Array, valid: Array) -> KVSelection:
+        length, valid = models.visible(length), models.visible(valid)
         k = budget(self.rho, self.min_keep, length, valid)
         width = buffer_width(self.rho, self.min_keep, scores.shape[-1])
         # newer than `valid` are the accepted drafts of the scored round and those in flight

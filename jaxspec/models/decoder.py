@@ -104,12 +104,16 @@ class Attention(nn.Module):
         x: Array,
         cache: LayerCache,
         start: Array,
+        attend_at: Array,
         rope: tuple[Array, Array],
         selection: KVSelection | KVSelector | None,
         collect: Collect,
     ) -> tuple[Array, LayerCache, Array, Array | None]:
         """Returns the sublayer's output [B,T,D], perhaps as partial sums, the cache with this call's rows, q [B,T,N,H]
-        and row scores."""
+        and row scores.
+
+        Keys and values go to rows `start` and on; the queries see what positions `attend_at` and on see.
+        """
         c = self.config
         q, *kv = rope_and_cache(
             self.qkv.parts(x, add_bias=False),
@@ -129,7 +133,7 @@ class Attention(nn.Module):
             out, scores = cached_attention(
                 q,
                 *cache,
-                start,
+                attend_at,
                 scale=scale,
                 scored_rows=collect.scored_rows,
                 score_mode=collect.score_mode,
@@ -138,7 +142,7 @@ class Attention(nn.Module):
             )
         else:
             if isinstance(selection, KVSelector):
-                positions = start[:, None] + jnp.arange(x.shape[1])
+                positions = attend_at[:, None] + jnp.arange(x.shape[1])
                 rows, layer = selection.select(self.layer, q, cache, positions, selection.state), None
             else:
                 rows, layer = selection.rows, min(self.layer, selection.rows.shape[0] - 1)
@@ -146,7 +150,7 @@ class Attention(nn.Module):
                 q,
                 *cache,
                 rows,
-                start,
+                attend_at,
                 layer=layer,
                 valid=selection.valid,
                 window=selection.window,
@@ -236,6 +240,7 @@ class Decoder(nn.Module):
         selection: KVSelection | KVSelector | None = None,
         layers: LayerMask | None = None,
         collect: Collect | None = None,
+        running: Array | None = None,
     ) -> ForwardOut:
         """Runs T tokens of each row and writes their K/V into the cache.
 
@@ -246,6 +251,8 @@ class Decoder(nn.Module):
             selection: attend to selected rows only; None attends to every row <= the query's position.
             layers: which sublayers run; a skipped attention does not write its cache rows.
             collect: what to hand out besides logits. Scores need full attention.
+            running: bool [B], rows whose result is wanted. The queries of all others see nothing, which costs no
+                attention: their logits are finite and mean nothing, their scores are -inf. None: all rows.
 
         Raises:
             ValueError: contradicting arguments or wrong shapes.
@@ -269,7 +276,8 @@ class Decoder(nn.Module):
             raise ValueError(f"collect.queries must name layers that a static mask runs, got {collect.queries}")
         start = jnp.broadcast_to(start, tokens.shape[:1])
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        context = (start, rope_tables(c.rope, c.head_dim, positions), selection, collect)
+        attend_at = start if running is None else jnp.where(running, start, -tokens.shape[1])
+        context = (start, attend_at, rope_tables(c.rope, c.head_dim, positions), selection, collect)
         # the residual stream is x + update; the sum is left to the next norm's kernel where there is one
         x, update = self.embedding[tokens], None
         caches, scores, queries, hidden = [], [], {}, [x]

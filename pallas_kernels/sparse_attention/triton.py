@@ -106,6 +106,8 @@ def _sparse_kernel(
         steps = pl.cdiv(window + _last_entry(rows_ref, layer, batch), jnp.int32(blocks.block_m))
     else:
         steps = jnp.int32(ceil_div(window + listed, blocks.block_m))
+    # What is listed for a sequence that sees nothing is not looked at.
+    steps = jnp.where(length > 0, steps, 0)
     begin = steps * split // blocks.num_splits
     end = steps * (split + 1) // blocks.num_splits
     state, _ = jax.lax.fori_loop(begin, end, attend, (online.initial(blocks.rows, column.size), listed_rows(begin)))

@@ -44,11 +44,22 @@ def test_bench(capsys, tmp_path, checkpoint, text):
     assert vegas["speedup"] == pytest.approx(vegas["tokens_per_second"] / plain["tokens_per_second"])
     assert vegas["runs"] == 2
     assert set(vegas["phases_milliseconds"]) == {"draft", "verify", "accept", "observe", "round"}
+    all_running = "tokens_per_second_all_running"
+    assert plain["speedup_all_running"] == 1
+    assert vegas["speedup_all_running"] == pytest.approx(vegas[all_running] / plain[all_running])
+    # plain rows end together
+    assert plain[all_running] == pytest.approx(plain["tokens_per_second"])
+    assert plain["tokens_per_round_by_row"] == [1, 1]
     for result in (plain, vegas):
         assert result["method"] in shown
-        rounds = 2 * 11 / result["tokens_per_round"]
-        seconds = result["milliseconds_per_round"] / 1e3 * rounds / 2
-        assert result["tokens_per_second"] == pytest.approx(2 * 11 / seconds, rel=0.3)
+        assert f"{result['speedup_all_running']:.2f}" in shown
+        per_round = result[all_running] * result["milliseconds_per_round"] / 1e3 / 2
+        assert 1 - 1e-6 <= per_round <= (3 if result is vegas else 1) + 1e-6
+        assert len(result["tokens_per_round_by_row"]) == 2
+        assert min(result["tokens_per_round_by_row"]) <= result["tokens_per_round"]
+        assert result["program_bytes"] > 0
+    # the selection comes on top
+    assert vegas["program_bytes"] > plain["program_bytes"]
     assert plot.stat().st_size > 5000
 
 
@@ -65,6 +76,21 @@ def test_bench_of_a_shape_says_that_it_is_synthetic(capsys, tmp_path):
     assert streaming["synthetic"]
     assert streaming["tokens_per_round"] == 1.75
     assert streaming["tokens_per_second"] == pytest.approx(1.75e3 / streaming["milliseconds_per_round"])
+    assert streaming["tokens_per_second_all_running"] == streaming["tokens_per_second"]
+    assert streaming["program_bytes"] > 0
+
+
+def test_bench_of_a_method_that_replans_has_no_rate_of_all_rows(capsys, tmp_path, checkpoint, text):
+    out = tmp_path / "bench.json"
+    shared = ["--context", 100, "--new-tokens", 6, "--repeats", 1, "--json", out]
+    code, _, _ = run(
+        capsys, "bench", "--model", checkpoint.converted, "--text", text, *shared, "--methods", "knapspec:max_draft=2"
+    )
+    assert code == 0
+    knapspec = json.loads(out.read_text())["results"][1]
+    assert knapspec["speedup_all_running"] is None
+    assert knapspec["program_bytes"] is None
+    assert knapspec["milliseconds_per_round"] > 0
 
 
 def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):

@@ -1,6 +1,7 @@
 """What every method must do, whatever it drafts with. New method files are found and tested without being named."""
 
 import dataclasses
+import itertools
 from functools import cache
 
 import jax
@@ -24,7 +25,6 @@ from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Models, find_methods
 from jaxspec.profiling import fused_step
 from jaxspec.requests import check_request
-from jaxspec.stream import _prefill
 from jaxspec.types import LayerCache
 
 NEW = 24  # tokens of the runs that several tests share
@@ -59,17 +59,40 @@ def sampled_run(name):
     return jax.tree.map(np.asarray, out)
 
 
-def run_state(name, change=lambda state: state):
-    """The state at the end of a greedy run, with `change` applied before every round."""
-    case = case_of(name)
+def run_state(name, change=lambda state: state, case=None, stop_at=(NEW, NEW, NEW)):
+    """The state at the end of a greedy run, with `change` applied before every round.
+
+    Row b is stopped after `stop_at[b]` rounds if it runs that long.
+    """
+    case = case or case_of(name)
     prompt, length = prompts()
     request = check_request(
         case.models.target, prompt, length, KEYS, case.method, Sampling(), NEW, (), 0, case.models.draft_params
     )
-    state, _ = _prefill(case.models, request, case.method, NEW)
-    while np.any(state.finish == Finish.RUNNING):
-        state, _ = fused_step(case.models, change(state), request, np.zeros(3, bool), case.method, NEW)
-    return state
+    state = jax.jit(decode_module.prefill, static_argnames=("method", "max_new_tokens", "logprobs"))(
+        case.models, request, case.method, NEW, logprobs=True
+    )
+    for round in itertools.count():
+        if not np.any(state.finish == Finish.RUNNING):
+            return state
+        state, _ = fused_step(case.models, change(state), request, np.array(stop_at) <= round, case.method, NEW)
+
+
+def fill_caches(state, rows, value):
+    """The state with `value` in those rows, bool [B, S], of the target's cache and of a draft model's."""
+
+    def fill(node):
+        if not isinstance(node, LayerCache):
+            return node
+        return LayerCache(*(jnp.where(rows[:, :, None, None], value, x) for x in node))
+
+    def is_cache(node):
+        return isinstance(node, LayerCache)
+
+    return state.replace(
+        cache=jax.tree.map(fill, state.cache, is_leaf=is_cache),
+        method_state=jax.tree.map(fill, state.method_state, is_leaf=is_cache),
+    )
 
 
 @cache
@@ -212,20 +235,7 @@ def test_stream_yields_what_generate_returns(name):
 @pytest.mark.parametrize("poison", [np.nan, 1e4])
 def test_scratch_rows_may_hold_anything(name, poison):
     def poisoned(state):
-        scratch = jnp.arange(state.cache[0].k.shape[1]) >= state.length[:, None]
-
-        def fill(node):
-            if not isinstance(node, LayerCache):
-                return node
-            return LayerCache(*(jnp.where(scratch[:, :, None, None], poison, x) for x in node))
-
-        def is_cache(node):
-            return isinstance(node, LayerCache)
-
-        return state.replace(
-            cache=jax.tree.map(fill, state.cache, is_leaf=is_cache),
-            method_state=jax.tree.map(fill, state.method_state, is_leaf=is_cache),
-        )
+        return fill_caches(state, jnp.arange(state.cache[0].k.shape[1]) >= state.length[:, None], poison)
 
     clean, dirty = clean_state(name), run_state(name, poisoned)
     np.testing.assert_array_equal(dirty.tokens[:, :NEW], clean.tokens[:, :NEW])
@@ -234,6 +244,38 @@ def test_scratch_rows_may_hold_anything(name, poison):
         rows = slice(0, int(clean.length[b]))
         for kept, other in zip(jax.tree.leaves(clean.cache), jax.tree.leaves(dirty.cache), strict=True):
             np.testing.assert_array_equal(kept[b, rows], other[b, rows])
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, None) for name in NAMES), ("vegas", "interpret")])
+def test_a_row_that_has_ended_is_not_read_and_keeps_its_state(name, backend):
+    """Rows that end at different times, with their whole caches, committed or not, NaN from then on."""
+    case = case_of(name)
+    if backend is not None:
+        target = dataclasses.replace(case.models.target, backend=backend)
+        case = dataclasses.replace(case, models=case.models.replace(target=target))
+
+    def poisoned(state):
+        ended = (state.finish != Finish.RUNNING) | (np.array(stop_at) <= int(state.round) - 1)
+        return fill_caches(state, jnp.broadcast_to(ended[:, None], (3, state.cache[0].k.shape[1])), jnp.nan)
+
+    stop_at = (2, NEW, 4)
+    full, clean = clean_state(name), run_state(name, case=case, stop_at=stop_at)
+    dirty = run_state(name, poisoned, case=case, stop_at=stop_at)
+    assert clean.finish.tolist() == [Finish.STOP, Finish.LENGTH, Finish.STOP]
+    for mine in (clean, dirty):
+        # scratch columns included: the rounds after a row's end wrote them
+        assert np.all(np.isfinite(mine.logprobs))
+        np.testing.assert_array_equal(mine.length, LENGTHS + mine.num_tokens - 1)
+        np.testing.assert_array_equal(mine.stats.emitted, mine.num_tokens - 1)
+        np.testing.assert_array_equal(mine.stats.rounds, np.minimum(stop_at, full.stats.rounds))
+        for b, (count, rounds) in enumerate(zip(mine.num_tokens, mine.stats.rounds, strict=True)):
+            np.testing.assert_array_equal(mine.tokens[b, :count], full.tokens[b, :count])
+            np.testing.assert_array_equal(mine.stats.accepted[b, :rounds], full.stats.accepted[b, :rounds])
+    assert np.all(clean.num_tokens[::2] < NEW)
+    for mine, b in [(clean, 0), (clean, 1), (clean, 2), (dirty, 1)]:
+        rows = slice(0, int(clean.length[b]))
+        for kept, other in zip(jax.tree.leaves(mine.cache), jax.tree.leaves(full.cache), strict=True):
+            np.testing.assert_allclose(kept[b, rows], other[b, rows], atol=0 if backend is None else 1e-5)
 
 
 @lossless_method

@@ -1,6 +1,7 @@
 """`draft_chain`, and exactness under unlike samplings and early stops."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import pytest
 from method_cases import Case, make_case, tiny_model
 
 from jaxspec import Sampling
-from jaxspec.drafting import ForcedDraws, draft_chain
+from jaxspec.drafting import ForcedDraws, draft_chain, self_draft
 from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Method, Models
+from jaxspec.types import Finish, ForwardOut
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(5, 5)) * 2, jnp.float32)  # logits after each token
 
@@ -186,3 +188,20 @@ def test_a_method_that_ignores_forced_draws_is_refused():
     case = Case("stubborn", Stubborn(), Models(*tiny_model(1, 3)))
     with pytest.raises(ValueError, match="does not follow forced draws"):
         total_variation(case, Sampling(1.0))
+
+
+def test_a_row_that_has_ended_does_not_prolong_the_draft():
+    """Only its logits are never unsure; the loop ends with the rows that still run."""
+
+    def forward(tokens, cache, start):
+        return ForwardOut(jnp.tile(jnp.array([0.0, 1.0]), (2, 1, 1)), cache + 1, None, (), None)
+
+    state = SimpleNamespace(
+        cache=jnp.int32(0),
+        length=jnp.zeros(2, jnp.int32),
+        last_token=jnp.zeros(2, jnp.int32),
+        finish=jnp.array([Finish.EOS, Finish.RUNNING], jnp.int8),
+    )
+    draft, steps = self_draft(forward, state, 5, Sampling(), None, ends=lambda logits: jnp.array([False, True]))
+    assert steps == 1
+    assert draft.count[1] == 1

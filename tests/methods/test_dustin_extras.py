@@ -6,7 +6,9 @@ import numpy as np
 from method_cases import GREEDY, LENGTHS, G, make_case, prompts, rounds_of
 from test_dustin import BUDGET, chosen_by, drafted, forward, state_after, text_of, weights, whole
 
+from jaxspec.dustin.refresh import run_refresh
 from jaxspec.dustin.rivals import OBSERVED, POOL, Ranked, ranked_rows
+from jaxspec.types import Finish
 
 
 def test_a_refresh_renews_what_sparse_verification_wrote():
@@ -45,6 +47,30 @@ def test_a_refresh_renews_what_sparse_verification_wrote():
             scores = np.asarray(jax.nn.log_softmax(out.logits[b]))
             tokens = [*np.asarray(draft.tokens[b])[: verdict.num_accepted[b]], int(verdict.next_token[b])]
             sparse[b] += [scores[i, token] for i, token in enumerate(tokens)]
+
+
+def test_a_refresh_leaves_the_committed_rows_of_a_row_that_has_ended():
+    """Also where the end of the cache makes its chunks reach back into them."""
+    case = make_case(
+        "dustin", refresh_every=8, signal="history", sparse_drafts="off", target_heads=((1, (0, 3)),), draft_heads=()
+    )
+    prompt = np.random.default_rng(5).integers(0, 18, (2, 60)).astype(np.int32)
+    lengths = np.array([60, 40], np.int32)
+    state, _ = state_after(case, GREEDY, 5, prompt, lengths)
+    own, models = state.method_state, case.models
+    state = state.replace(cache=jax.tree.map(lambda x: x[:, : int(state.length[0]) + 3], state.cache))
+
+    @jax.jit
+    def refreshed(state, refresh):
+        return run_refresh(models.for_running(state), state, refresh, own.queries, (1,), jnp.array(True))[:2]
+
+    cache, refresh = refreshed(state, own.refresh)
+    ended = state.replace(cache=cache, finish=jnp.array([Finish.STOP, Finish.RUNNING], jnp.int8))
+    again, _ = refreshed(ended, refresh.replace(start=refresh.start.at[1].set(40)))
+    for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
+        for b in range(2):
+            n = int(state.length[b])
+            np.testing.assert_allclose(before[b, :n], after[b, :n], atol=1e-5)
 
 
 def test_rows_fall_back_by_themselves():

@@ -43,8 +43,9 @@ def setup():
 
 
 @partial(jax.jit, static_argnums=0)
-def run(model, params, tokens, cache, start, selection=None, layers=None, collect=None):
-    return model.apply({"params": params}, tokens, cache, start, selection=selection, layers=layers, collect=collect)
+def run(model, params, tokens, cache, start, selection=None, layers=None, collect=None, running=None):
+    options = {"selection": selection, "layers": layers, "collect": collect, "running": running}
+    return model.apply({"params": params}, tokens, cache, start, **options)
 
 
 def traces(s, **options):
@@ -228,6 +229,31 @@ def test_scratch_rows_change_nothing(setup, poison):
             for b in range(BATCH):
                 end = start[b] + LENGTH - PREFIX
                 np.testing.assert_array_equal(kept[b, :end], other[b, :end])
+
+
+def test_rows_that_do_not_run_see_nothing(setup):
+    """Their cache may hold NaN; their logits are finite, their scores -inf, and their K/V go where they always do."""
+    s = setup
+    chunk, running = s.tokens[:, PREFIX:], np.array([True, False])
+    poisoned = jax.tree.map(lambda x: jnp.where(running[:, None, None, None], x, jnp.nan), s.cache)
+    rows = jnp.array([[[3, 0, 4, -1]] * BATCH])
+    scored = jnp.array([[0, LENGTH - PREFIX - 1]] * BATCH)
+    for options in (
+        {"collect": Collect(scored_rows=scored)},
+        {"collect": Collect(scored_rows=scored, score_mode="logit")},
+        {"selection": KVSelection(rows=rows, valid=s.start - 1)},
+        {"layers": LayerMask(attn=jnp.ones(LAYERS, bool), mlp=jnp.ones(LAYERS, bool))},
+    ):
+        every = run(s.model, s.params, chunk, s.cache, s.start, **options)
+        out = run(s.model, s.params, chunk, poisoned, s.start, running=running, **options)
+        np.testing.assert_allclose(out.logits[0], every.logits[0], atol=ATOL)
+        assert np.all(np.isfinite(out.logits[1]))
+        if out.row_scores is not None:
+            np.testing.assert_allclose(out.row_scores[:, 0], every.row_scores[:, 0], atol=ATOL)
+            np.testing.assert_array_equal(out.row_scores[:, 1], -np.inf)
+        for old, new in zip(jax.tree.leaves(poisoned), jax.tree.leaves(out.cache), strict=True):
+            np.testing.assert_array_equal(old[1, :PREFIX], new[1, :PREFIX])
+            assert np.all(np.isfinite(new[1, PREFIX:LENGTH]))
 
 
 def dots(jaxpr):
