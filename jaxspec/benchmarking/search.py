@@ -36,8 +36,8 @@ class Search:
 
     def vegas(self) -> Measured:
         """The recipe of the Vegas paper (arXiv 2602.07223): the smallest rho with which accepted tokens stop growing,
-        then the number of drafts with the highest throughput, then rho once more, by throughput. Then the cheaper scores
-        of logit mode."""
+        then the number of drafts with the highest throughput, then rho once more, by throughput; last, the
+        cheaper scores of logit mode."""
         trials = [self._once(_vegas(rho, 6)) for rho in RHOS]
         enough = ENOUGH * max(trial.tokens_per_round for trial in trials)
         rho = next(rho for rho, trial in zip(RHOS, trials, strict=True) if trial.tokens_per_round >= enough)
