@@ -1,7 +1,7 @@
-"""Plain decoding and prefill at real model sizes with random weights, beside the copy ceiling and transformers.
+"""Plain decoding and prefill at real model sizes with random weights, beside the copy ceiling.
 
-    python benchmarks/decode.py --json decode.json                       # on a GPU
-    python benchmarks/decode.py --shape tiny --rivals --json decode.json # a quick run on a CPU
+    python benchmarks/decode.py --json decode.json              # on a GPU
+    python benchmarks/decode.py --shape tiny --json decode.json # a quick run on a CPU
 
 The bytes of a step are every weight but the embedding table (one row of it is read) plus the valid K/V rows; the
 ceiling is the rate of a large device copy in the same run, reads and writes counted.
@@ -24,7 +24,7 @@ from jaxspec.benchmarking.ceiling import copy_ceiling
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params, step_bytes
 from jaxspec.decode import decode_all, prefill
 from jaxspec.methods import Models, Plain
-from jaxspec.models import Decoder, ModelConfig, cache_capacity
+from jaxspec.models import Decoder, cache_capacity
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import DecodeState, Stats
@@ -38,9 +38,6 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", default=["1x8192"], metavar="BxTOKENS")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--backend", choices=("pallas", "xla"), default=None)
-    parser.add_argument(
-        "--rivals", action="store_true", help="also transformers: prefill, static cache + torch.compile"
-    )
     parser.add_argument("--profile", type=Path, help="write device time by kernel of each decode case into this folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -73,12 +70,7 @@ def main() -> None:
         row = time_prefill(models, batch, tokens)
         results["prefill"].append(row)
         print(f"prefill B={batch:<3} {tokens} tokens  {row['seconds'] * 1e3:8.1f} ms", flush=True)
-    del params, models
     save(results, args.json)
-    if args.rivals:
-        jax.clear_caches()
-        results["transformers"] = time_transformers(config, args.decode, args.prefill, args.steps)
-        save(results, args.json)
 
 
 def save(results: dict, path: Path | None) -> None:
@@ -139,80 +131,12 @@ def time_decode(models: Models, batch: int, context: int, steps: int, profile: P
     }
 
 
-def time_prefill(models: Models, batch: int, tokens: int) -> dict:
+def time_prefill(models: Models, batch: int, tokens: int, repeats: int = 5) -> dict:
     """Seconds to process prompts of `tokens` tokens and choose the first new one."""
     request = _request(models, batch, tokens, 8)
     run = jax.jit(lambda models, request: prefill(models, request, Plain(), 8))
-    seconds = _median_seconds(lambda: run(models, request), repeats=5)
+    seconds = _median_seconds(lambda: run(models, request), repeats)
     return {"batch": batch, "tokens": tokens, "seconds": seconds}
-
-
-def time_transformers(config: ModelConfig, decode: list[str], prefills: list[str], steps: int) -> dict:
-    """The same sizes through transformers: SDPA prefill, and decoding with a static cache under torch.compile."""
-    import torch
-    import transformers
-
-    hf = transformers.Qwen2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=config.tie_word_embeddings,
-        attn_implementation="sdpa",
-        dtype=torch.bfloat16,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        model = transformers.Qwen2ForCausalLM(hf).eval()
-        torch.set_default_dtype(torch.float32)
-    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    results = {"torch": torch.__version__, "transformers": transformers.__version__, "decode": [], "prefill": []}
-    generator = torch.Generator(device).manual_seed(0)
-
-    def ids(batch: int, length: int):
-        return torch.randint(0, config.vocab_size, (batch, length), generator=generator, device=device)
-
-    def seconds(function, repeats: int) -> float:
-        times = []
-        with torch.no_grad():
-            for _ in range(repeats + 1):
-                synchronize()
-                started = time.perf_counter()
-                function()
-                synchronize()
-                times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
-
-    for case in prefills:
-        batch, tokens = map(int, case.split("x"))
-        prompt = ids(batch, tokens)
-        took = seconds(lambda prompt=prompt: model(prompt, logits_to_keep=1), repeats=5)
-        results["prefill"].append({"batch": batch, "tokens": tokens, "seconds": took})
-        print(f"transformers prefill B={batch} {tokens} tokens {took * 1e3:.1f} ms", flush=True)
-    for case in decode:
-        batch, context = map(int, case.split("x"))
-        if batch * context > 65536:
-            continue  # the prefill alone would take minutes
-        prompt = ids(batch, context)
-        times = {}
-        for new in (8, 8 + steps):
-            run = functools.partial(
-                model.generate,
-                prompt,
-                max_new_tokens=new,
-                min_new_tokens=new,
-                do_sample=False,
-                cache_implementation="static",
-            )
-            times[new] = seconds(run, repeats=2)
-        took = (times[8 + steps] - times[8]) / steps
-        results["decode"].append({"batch": batch, "context": context, "seconds": took})
-        print(f"transformers decode B={batch} context {context} {took * 1e3:.3f} ms a token", flush=True)
-    return results
 
 
 def _request(models: Models, batch: int, tokens: int, steps: int):

@@ -87,21 +87,40 @@ def _hugging_face_model(source: HFDirectory, dtype: np.dtype) -> Any:
 
 def _rebuilt_model(source: Source, dtype: np.dtype) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    values = {k: v for k, v in source.config.items() if k != "model_type"}
-    config = AutoConfig.for_model(source.config["model_type"], **values)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {n: torch.from_numpy(source.read(n, dtype).astype(np.float32)) for n in source.tensors}
+    model = model_of(source.config, state, source.origin)
+    model.generation_config = GenerationConfig(**(source.generation_config or {}))
+    return model
+
+
+def model_of(config: dict[str, Any], state: dict[str, Any], origin: str) -> Any:
+    """transformers' model of a config.json around tensors under Hugging Face's names, in their dtype, on their device.
+
+    Args:
+        config: the contents of the config.json.
+        state: PyTorch tensors; they become the model's own.
+        origin: names the model in errors.
+
+    Raises:
+        ConversionError: transformers expects other tensors.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {k: v for k, v in config.items() if k != "model_type"}
+    hf_config = AutoConfig.for_model(config["model_type"], **values)
+    first = next(iter(state.values()))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=first.dtype)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"} or any(p.is_meta for p in model.parameters()):
-        raise ConversionError(f"{source.origin}: transformers expects other tensors: {missing + unexpected}")
+        raise ConversionError(f"{origin}: transformers expects other tensors: {missing + unexpected}")
     # its frequency buffer is not part of the state and is still on the meta device
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    model.generation_config = GenerationConfig(**(source.generation_config or {}))
-    return model
+    model.model.rotary_emb = type(model.model.rotary_emb)(hf_config)
+    return model.to(first.device)
 
 
 def _ids(value: int | Iterable[int] | None) -> set[int]:
