@@ -83,6 +83,38 @@ def test_every_cut_gives_the_same(blocks, backend):
     check(*inputs(3, 5, 8, 64, 200, F16, 100, 7), 7, backend, run)
 
 
+# heads in tiles of their own and in one, tiles that hold all rows of all heads and tiles that cut them anywhere
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    ("kv_heads", "program", "tile", "tile_rows", "splits", "num_rows", "group", "head_dim", "dtype", "window"),
+    [
+        (2, 2, 2, 16, 1, 1, 6, 64, F32, 0),
+        (2, 2, 1, 16, 3, 5, 3, 96, BF16, 7),
+        (3, 3, 1, 16, 1, 1, 7, 64, F16, 12),
+        (4, 2, 2, 16, 3, 5, 3, 96, F32, 0),
+        (4, 4, 4, 32, 3, 1, 7, 128, BF16, 12),
+        (4, 4, 2, 64, 2, 2, 6, 64, F16, 7),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"pipelined_list": True, "interleaved": True, "num_stages": 5}], ids=str)
+def test_kv_heads_of_a_program(
+    kv_heads, program, tile, tile_rows, splits, num_rows, group, head_dim, dtype, window, options, backend
+):
+    blocks = BlockSizes(
+        tile_rows, 16, splits, find_end=splits > 1, kv_heads_per_program=program, kv_heads_per_tile=tile, **options
+    )
+    kernel = functools.partial(triton.sparse_attention, layer=0, blocks=blocks, interpret=backend == "interpret")
+    run = lambda q, k, v, rows, *rest, **options: kernel(q, k, v, rows[None], *rest, **options)  # noqa: E731
+    check(*inputs(3, num_rows, group, head_dim, 200, dtype, 100, window, kv_heads), window, backend, run)
+
+
+def test_kv_heads_that_do_not_divide():
+    (q, k, v, rows, start, _), _ = inputs(2, 3, 2, 16, 20, F32, 5, 0, kv_heads=3)
+    blocks = BlockSizes(16, 16, 1, kv_heads_per_program=2)
+    with pytest.raises(ValueError, match="k has 3 kv heads"):
+        triton.sparse_attention(q, k, v, rows[None], start, layer=0, scale=1.0, blocks=blocks, interpret=True)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_list_of_a_layer(layer, backend):
