@@ -75,7 +75,6 @@ def time_sparse(run: Run, case: tuple) -> None:
         *(change(num_splits=n, block_m=128, num_stages=2) for n in splits[:3]),
         *(change(num_splits=n, num_warps=chosen.num_warps // 2) for n in splits[1:4]),
         *(change(num_splits=n, num_warps=chosen.num_warps // 2, block_m=32, num_stages=4) for n in splits[1:4]),
-        change(find_end=not chosen.find_end),
     ]
     for blocks in dict.fromkeys(options_for) if run.candidates else ():
         if blocks != chosen:

@@ -84,4 +84,4 @@ class Vegas(Method):
         if models.params["embedding"].dtype.itemsize == 2:
             scores = scores.astype(jnp.bfloat16)
         rows = top_rows(scores, valid, k, width, models.target.backend)
-        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1))
+        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=k)

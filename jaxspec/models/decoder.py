@@ -143,15 +143,16 @@ class Attention(nn.Module):
         else:
             if isinstance(selection, KVSelector):
                 positions = attend_at[:, None] + jnp.arange(x.shape[1])
-                rows, layer = selection.select(self.layer, q, cache, positions, selection.state), None
+                rows, layer, count = selection.select(self.layer, q, cache, positions, selection.state), None, None
             else:
-                rows, layer = selection.rows, min(self.layer, selection.rows.shape[0] - 1)
+                rows, layer, count = selection.rows, min(self.layer, selection.rows.shape[0] - 1), selection.count
             out = sparse_attention(
                 q,
                 *cache,
                 rows,
                 attend_at,
                 layer=layer,
+                count=count,
                 valid=selection.valid,
                 window=selection.window,
                 scale=scale,

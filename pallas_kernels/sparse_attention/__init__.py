@@ -15,6 +15,7 @@ def sparse_attention(
     start: jax.Array,
     *,
     layer: int | None = None,
+    count: jax.Array | None = None,
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
@@ -34,6 +35,8 @@ def sparse_attention(
         none at or past valid[b]: a row that occurs twice counts twice. Or [L, B, M] with `layer`.
       start: int32 [B], position of query 0.
       layer: which of L lists is meant; the kernel reads it in place, where a slice would be a copy per layer.
+      count: int32 [B], how many entries of a list are looked at, from its first; None: all of them. A long buffer that
+        is mostly padding then costs no more than what it lists.
       valid: int32 [B], first of the recent rows, or None for no recent rows.
       window: static bound on the number of recent rows: start[b] + T - valid[b] <= window for every b. Rows past the
         bound are not read. Required with `valid`, and 0 without.
@@ -57,6 +60,8 @@ def sparse_attention(
         if not 0 <= layer < rows.shape[0]:
             raise ValueError(f"layer is {layer}; rows has layers 0 to {rows.shape[0] - 1}")
     checks.int32("start", start, (q.shape[0],), "[B]")
+    if count is not None:
+        checks.int32("count", count, (q.shape[0],), "[B]")
     if valid is not None:
         checks.int32("valid", valid, (q.shape[0],), "[B]")
         if window < 1:
@@ -64,12 +69,11 @@ def sparse_attention(
     elif window != 0:
         raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
 
+    options = {"count": count, "valid": valid, "window": window, "scale": scale}
     if backend == "xla":
         from pallas_kernels.sparse_attention import reference
 
-        return reference.sparse_attention(q, k, v, rows[layer], start, valid=valid, window=window, scale=scale)
+        return reference.sparse_attention(q, k, v, rows[layer], start, **options)
     from pallas_kernels.sparse_attention import triton
 
-    return triton.sparse_attention(
-        q, k, v, rows, start, layer=layer, valid=valid, window=window, scale=scale, interpret=backend == "interpret"
-    )
+    return triton.sparse_attention(q, k, v, rows, start, layer=layer, **options, interpret=backend == "interpret")

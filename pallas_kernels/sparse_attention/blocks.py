@@ -14,18 +14,11 @@ class BlockSizes:
     """How the work of one call is cut.
 
     Attributes:
-      rows: (query, head) pairs that share a tile, a power of two.
+      rows: (query, head) pairs of one kv head that share a tile, a power of two.
       block_m: listed rows per step, a power of two.
-      num_splits: programs that share the listed rows of one (batch row, kv heads, row tile).
+      num_splits: programs that share the listed rows of one (batch row, kv head, row tile).
       num_warps: warps per program.
       num_stages: depth of the load pipeline.
-      find_end: look for the last entry that is not padding before the loop, instead of stepping through padding.
-      kv_heads_per_program: kv heads that a program serves, a divisor of all.
-      kv_heads_per_tile: how many of those share a tile, a power of two; products between different heads are wasted.
-      pipelined_list: load the list in the load pipeline too. Half of its stages are then between the list and the
-        gather: 5 keep as many gathers in flight as 3 without.
-      interleaved: a program's steps are spread over the list instead of adjacent; its first ones then do not depend on
-        the list's end.
     """
 
     rows: int
@@ -33,11 +26,6 @@ class BlockSizes:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 3
-    find_end: bool = False
-    kv_heads_per_program: int = 1
-    kv_heads_per_tile: int = 1
-    pipelined_list: bool = False
-    interleaved: bool = False
 
 
 def choose_block_sizes(
@@ -57,16 +45,8 @@ def choose_block_sizes(
     else:
         rows, block_m, num_stages = min(packed, 128), 64, 3
         num_warps = 8 if rows == 128 else 4
-    # The kv heads of a cache row are one piece of memory. They share a tile where that makes it no taller and leaves a
-    # step at least eight rows.
-    sharing = 1
-    while kv_heads % (2 * sharing) == 0 and 2 * sharing * num_rows * group <= rows and 16 * sharing <= block_m:
-        sharing *= 2
-    block_m //= sharing
-    programs = batch * kv_heads // sharing * ceil_div(num_rows * group, rows)
-    resident = resident_programs(2 * num_stages * block_m * sharing * width * itemsize)
+    programs = batch * kv_heads * ceil_div(num_rows * group, rows)
+    resident = resident_programs(2 * num_stages * block_m * width * itemsize)
     # A step waits for a gather of far rows, so that it costs about as much as a merge.
     num_splits = choose_splits(programs, ceil_div(listed + window, block_m), resident, merge_steps=1.0)
-    # A long list is as wide as the cache's capacity asks for, and mostly padding while the context is short.
-    find_end = listed > 1024
-    return BlockSizes(rows, block_m, num_splits, num_warps, num_stages, find_end, sharing, sharing)
+    return BlockSizes(rows, block_m, num_splits, num_warps, num_stages)

@@ -13,6 +13,7 @@ def sparse_attention(
     rows: jax.Array,
     start: jax.Array,
     *,
+    count: jax.Array | None = None,
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
@@ -20,6 +21,8 @@ def sparse_attention(
     """See the public op. Everything is computed in float32."""
     batch, num_rows, heads, head_dim = q.shape
     capacity, kv_heads = k.shape[1:3]
+    if count is not None:
+        rows = jnp.where(jnp.arange(rows.shape[1]) < count[:, None], rows, -1)
     if valid is not None:
         rows = jnp.concatenate([rows, valid[:, None] + jnp.arange(window, dtype=jnp.int32)], axis=1)
     position = start[:, None] + jnp.arange(num_rows)

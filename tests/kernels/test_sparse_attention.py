@@ -25,7 +25,7 @@ from kernel_cases import (
 
 from pallas_kernels import cached_attention, sparse_attention
 from pallas_kernels.sparse_attention import triton
-from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
+from pallas_kernels.sparse_attention.blocks import BlockSizes
 
 
 def inputs(batch, num_rows, group, head_dim, capacity, dtype, listed, window, kv_heads=2):
@@ -66,53 +66,15 @@ def test_equals_float64(case, backend):
     check(*inputs(**case), case["window"], backend)
 
 
-# splits that divide the steps and that do not, more splits than a short list has steps, the search for the list's end
+# splits that divide the steps and that do not, more splits than a short list has steps
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
-    "blocks",
-    [
-        BlockSizes(16, 16, 1),
-        BlockSizes(64, 16, 3),
-        BlockSizes(32, 32, 4, find_end=True),
-        BlockSizes(16, 16, 9, find_end=True),
-    ],
+    "blocks", [BlockSizes(16, 16, 1), BlockSizes(64, 16, 3), BlockSizes(32, 32, 4), BlockSizes(16, 16, 9)]
 )
 def test_every_cut_gives_the_same(blocks, backend):
     kernel = functools.partial(triton.sparse_attention, layer=0, blocks=blocks, interpret=backend == "interpret")
     run = lambda q, k, v, rows, *rest, **options: kernel(q, k, v, rows[None], *rest, **options)  # noqa: E731
     check(*inputs(3, 5, 8, 64, 200, F16, 100, 7), 7, backend, run)
-
-
-# heads in tiles of their own and in one, tiles that hold all rows of all heads and tiles that cut them anywhere
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize(
-    ("kv_heads", "program", "tile", "tile_rows", "splits", "num_rows", "group", "head_dim", "dtype", "window"),
-    [
-        (2, 2, 2, 16, 1, 1, 6, 64, F32, 0),
-        (2, 2, 1, 16, 3, 5, 3, 96, BF16, 7),
-        (3, 3, 1, 16, 1, 1, 7, 64, F16, 12),
-        (4, 2, 2, 16, 3, 5, 3, 96, F32, 0),
-        (4, 4, 4, 32, 3, 1, 7, 128, BF16, 12),
-        (4, 4, 2, 64, 2, 2, 6, 64, F16, 7),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"pipelined_list": True, "interleaved": True, "num_stages": 5}], ids=str)
-def test_kv_heads_of_a_program(
-    kv_heads, program, tile, tile_rows, splits, num_rows, group, head_dim, dtype, window, options, backend
-):
-    blocks = BlockSizes(
-        tile_rows, 16, splits, find_end=splits > 1, kv_heads_per_program=program, kv_heads_per_tile=tile, **options
-    )
-    kernel = functools.partial(triton.sparse_attention, layer=0, blocks=blocks, interpret=backend == "interpret")
-    run = lambda q, k, v, rows, *rest, **options: kernel(q, k, v, rows[None], *rest, **options)  # noqa: E731
-    check(*inputs(3, num_rows, group, head_dim, 200, dtype, 100, window, kv_heads), window, backend, run)
-
-
-def test_kv_heads_that_do_not_divide():
-    (q, k, v, rows, start, _), _ = inputs(2, 3, 2, 16, 20, F32, 5, 0, kv_heads=3)
-    blocks = BlockSizes(16, 16, 1, kv_heads_per_program=2)
-    with pytest.raises(ValueError, match="k has 3 kv heads"):
-        triton.sparse_attention(q, k, v, rows[None], start, layer=0, scale=1.0, blocks=blocks, interpret=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,9 +88,21 @@ def test_the_list_of_a_layer(layer, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_long_list(backend):
-    assert choose_block_sizes(3, 2, 1, 2, 1100, 5, 64, BF16).find_end
-    check(*inputs(3, 2, 2, 64, 1300, BF16, 1100, 5, kv_heads=1), 5, backend)
+@pytest.mark.parametrize(("listed", "window"), [(40, 0), (40, 7), (1100, 5)])
+def test_entries_past_the_count_are_not_looked_at(listed, window, backend):
+    operands_, seen = inputs(3, 2, 2, 64, 1300, BF16, listed, window, kv_heads=1)
+    rows = operands_[3]
+    count = (rows >= 0).sum(axis=1).astype(np.int32)
+    rows[rows < 0] = 0  # counted twice if it is looked at
+    check(operands_, seen, window, backend, functools.partial(sparse_attention, count=count, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts_outside_the_list(backend):
+    operands_, seen = inputs(3, 2, 2, 64, 100, F32, 40, 0)
+    operands_[3][2], seen[2] = 5, False
+    count = np.array([41, 2**31 - 1, -3], np.int32)
+    check(operands_, seen, 0, backend, functools.partial(sparse_attention, count=count, backend=backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
