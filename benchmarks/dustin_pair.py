@@ -85,7 +85,8 @@ class Pair:
 
         def build_loop(name: str) -> None:
             loop = partial(decode_all, method=methods[name], max_new_tokens=self.new_tokens)
-            self.loops[name] = jax.jit(loop, donate_argnums=1).lower(self.models, state_of(name), request).compile()
+            loop = jax.jit(loop, donate_argnums=1).lower(self.models, state_of(name), request, until_any=np.True_)
+            self.loops[name] = loop.compile()
 
         def build_phases(name: str) -> None:
             method, state = methods[name], state_of(name)
@@ -126,14 +127,19 @@ class Pair:
         return state.replace(method_state=method.start(models, request.prompt, request.prompt_length, out, base.own))
 
     def run(self, name: str, method, prepared: Prefilled) -> dict:
-        """One greedy run: seconds without prefill, tokens [B, new], stats; and the state's own counters."""
+        """One greedy run: seconds without prefill, tokens [B, new], stats; and of the rounds in which all rows were
+        running their seconds, number and emitted tokens."""
         state = jax.block_until_ready(self.start(name, method, prepared))
-        started = time.perf_counter()
-        state = jax.block_until_ready(self.loops[name](self.models, state, prepared.request))
-        seconds = time.perf_counter() - started
+        seconds, parts = 0.0, []
+        for until_any in (True, False):
+            started = time.perf_counter()
+            state = self.loops[name](self.models, state, prepared.request, until_any=np.bool_(until_any))
+            state = jax.block_until_ready(state)
+            seconds += time.perf_counter() - started
+            parts.append((seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted))))
         tokens, stats = np.asarray(state.tokens)[:, : self.new_tokens], jax.tree.map(np.asarray, state.stats)
         prepared.keep(state)
-        return {"seconds": seconds, "tokens": tokens, "stats": stats}
+        return {"seconds": seconds, "tokens": tokens, "stats": stats, "all_running": parts[0]}
 
     def phases(self, name: str, method, prepared: Prefilled, num_rounds: int) -> dict:
         """Median milliseconds of a round's phases, each launched and waited for by itself."""

@@ -224,22 +224,27 @@ class Study:
         prepared = Prefilled(pair, rows)
         phased = ("draft-model", "dustin", "dustin, drafts on the last rows") if batch in args.phase_batches else ()
         pair.compile(methods, prepared, self.report.attempt, phased)
-        plain = None
+        plain = plain_all = None
         for name in [name for name in methods if name in pair.loops]:
             runs = [pair.run(name, methods[name], prepared) for _ in range(3)]
             best = min(runs, key=lambda run: run["seconds"])
             hits, gaps = pair.teacher_forced(best["tokens"], prepared)
             rate = batch * (args.new_tokens - 1) / best["seconds"]
-            plain = rate if name == "plain" else plain
+            seconds, rounds, emitted = best["all_running"]
+            if name == "plain":
+                plain, plain_all = rate, emitted / seconds
             result = rows_measured(best["stats"], np.arange(batch)) | {
                 "tokens_per_second": rate,
                 "speedup": rate / plain if plain else None,
-                "milliseconds_per_round": 1e3 * best["seconds"] / int(np.max(best["stats"].rounds)),
+                "tokens_per_second_all_running": emitted / seconds,
+                "speedup_all_running": emitted / seconds / plain_all if plain else None,
+                "milliseconds_per_round": 1e3 * seconds / rounds,
                 "agreement": float(hits.mean()),
                 "logprob_given_up": float(gaps.mean()),
             }
             line = (
                 f"  {name:32} batch {batch} at {context}: {rate:8.0f} tokens/s, {rate / (plain or rate):.2f} x plain, "
+                f"{result['speedup_all_running'] or 1:.2f} while all run, "
             )
             line += (
                 f"{result['tokens_per_round'] or 1:.2f} tokens per round of {result['milliseconds_per_round']:.2f} ms, "
