@@ -32,7 +32,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.partial_sums import sum_of_parts
-from pallas_kernels.skinny_matmul import MAX_ROWS
 
 
 class RMSNorm(nn.Module):
@@ -75,7 +74,7 @@ class Projection(nn.Module):
     def parts(self, x: Array, *, add_bias: bool = True) -> Array:
         """The same for an op that takes partial sums, float32 [C, B, T, *outputs]: few rows come so."""
         n = len(self.inputs)
-        if not _is_skinny(x, n, self.backend) or (self.use_bias and add_bias):
+        if not _is_skinny(x, n, self.kernel, self.backend) or (self.use_bias and add_bias):
             return self(x, add_bias=add_bias)
         depth = math.prod(self.inputs)
         sums = skinny_matmul(x.reshape(-1, depth), self.kernel.reshape(depth, -1), backend=self.backend)
@@ -174,7 +173,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """[B,T,D], perhaps as partial sums."""
-        if _is_skinny(x, 1, self.backend) and not self.config.mlp_bias:
+        if _is_skinny(x, 1, self.gate_up.kernel, self.backend) and not self.config.mlp_bias:
             hidden = gated_matmul(x.reshape(-1, x.shape[-1]), self.gate_up.kernel, backend=self.backend)
             return self.down.parts(hidden.reshape(*x.shape[:-1], -1))
         gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
@@ -340,10 +339,10 @@ def add_update(x: Array, update: Array | None) -> Array:
     return x if update is None else x + sum_of_parts(update, x.ndim, x.dtype)
 
 
-def _is_skinny(x: Array, inputs: int, backend: str | None) -> bool:
+def _is_skinny(x: Array, inputs: int, kernel: Array, backend: str | None) -> bool:
     rows = math.prod(x.shape[: x.ndim - inputs])
     # float32 products have no tensor-core path to feed
-    return x.dtype.itemsize == 2 and rows <= MAX_ROWS and resolve(backend) != "xla"
+    return x.dtype.itemsize == 2 and rows <= 32 and kernel.size <= 2**25 and resolve(backend) != "xla"
 
 
 def _precision(x: Array) -> jax.lax.Precision | None:

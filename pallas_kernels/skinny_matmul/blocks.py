@@ -32,6 +32,11 @@ def choose_block_sizes(num_rows: int, depth: int, columns: int, *, gated: bool =
     """Returns the block sizes for x [R,D] and a weight of `columns` columns [D,N], or [D,2,N] when gated."""
     rows = power_of_two(num_rows, 16)
     if gated:
-        return BlockSizes(rows, 64, 64, 1)
-    tiles, steps = ceil_div(columns, 64), ceil_div(depth, 64)
-    return BlockSizes(rows, 64, 64, max(1, min(8, steps // 3, ceil_div(264, tiles))))
+        return BlockSizes(rows, 64, 64, 1) if rows == 16 else BlockSizes(rows, 64, 128, 1, num_warps=8, num_stages=3)
+    if depth <= 2048:
+        block_n, block_k, splits, stages = 32, 64, 2, 5
+    elif depth <= 4096:
+        block_n, block_k, splits, stages = 64, 64, 4, 4
+    else:
+        block_n, block_k, splits, stages = 64, 128, 5, 4
+    return BlockSizes(rows, block_n, block_k, min(splits, ceil_div(depth, block_k)), num_stages=stages)
