@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -47,3 +49,15 @@ def prefill_rows(backend: str | None) -> int:
     The GPU's matrix units want thousands; the reference attention materialises rows x cache logits, so it gets fewer.
     """
     return 8192 if resolve(backend) == "pallas" else 512
+
+
+def shared(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates an op so that all its calls with equal shapes and options are traced and lowered once.
+
+    A model calls each op once a layer: without this its kernels would be traced anew for every layer, which took longer
+    than all of XLA.
+
+    Args:
+      static: names of the arguments that are no arrays.
+    """
+    return functools.partial(jax.jit, static_argnames=static)

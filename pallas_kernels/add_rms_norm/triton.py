@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import load_sum
 
 
@@ -32,6 +33,7 @@ def _kernel(*refs, size: int, eps: float, has_update: bool) -> None:
     pltriton.store(norm_ref.at[row, at], y.astype(norm_ref.dtype), mask=mask)
 
 
+@dispatch.shared("eps", "interpret")
 def add_rms_norm(
     x: jax.Array, update: jax.Array | None, scale: jax.Array, *, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:

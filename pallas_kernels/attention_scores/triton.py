@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import online, row_weights
+from pallas_kernels import dispatch, online, row_weights
 from pallas_kernels.attention_scores.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import power_of_two
 
@@ -121,6 +121,7 @@ def _load_lse(lse_ref, batch, kv_head, column, mask):
     return pltriton.load(lse_ref.at[batch, kv_head, column], mask=mask, other=0.0)
 
 
+@dispatch.shared("heads", "scale", "interpret", "blocks")
 def attention_scores(
     q: jax.Array,
     k: jax.Array,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import online
+from pallas_kernels import dispatch, online
 from pallas_kernels.cached_attention import scores as scoring
 from pallas_kernels.cached_attention.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div, power_of_two
@@ -174,6 +174,7 @@ def attend(
     return out, request.finish(got, lse, scored, start, capacity, scale, blocks, interpret)
 
 
+@dispatch.shared("scale", "score_mode", "per_row", "interpret", "blocks")
 def cached_attention(
     q: jax.Array,
     k: jax.Array,

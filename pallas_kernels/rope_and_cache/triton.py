@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import load_sum
 
 
@@ -62,6 +63,7 @@ def _kernel(
         write(q_out, (batch, token, kv_head * group + member), mask, column[None, :], x)
 
 
+@dispatch.shared("eps", "interpret")
 def rope_and_cache(
     qkv: jax.Array,
     k_cache: jax.Array,

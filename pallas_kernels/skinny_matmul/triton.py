@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels import dispatch
 from pallas_kernels.skinny_matmul.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div
 
@@ -85,6 +86,7 @@ def _call(
     )(x, weight)
 
 
+@dispatch.shared("interpret", "blocks")
 def skinny_matmul(
     x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
 ) -> jax.Array:
@@ -94,6 +96,7 @@ def skinny_matmul(
     return _call(_skinny_kernel, "skinny_matmul", x, kernel, out, blocks, interpret)
 
 
+@dispatch.shared("interpret", "blocks")
 def gated_matmul(
     x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
 ) -> jax.Array:

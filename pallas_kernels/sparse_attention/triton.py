@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import online
+from pallas_kernels import dispatch, online
 from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div, power_of_two
 
@@ -109,6 +109,7 @@ def _sparse_kernel(
         pltriton.store(results[2].at[batch, split, query, head], total, mask=in_tile)
 
 
+@dispatch.shared("window", "scale", "interpret", "blocks")
 def sparse_attention(
     q: jax.Array,
     k: jax.Array,
@@ -116,7 +117,7 @@ def sparse_attention(
     rows: jax.Array,
     start: jax.Array,
     *,
-    layer: int,
+    layer: int | jax.Array,
     count: jax.Array | None = None,
     valid: jax.Array | None = None,
     window: int = 0,
@@ -145,7 +146,7 @@ def sparse_attention(
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="sparse_attention",
-    )(q, k, v, rows, start, count, jnp.full(1, layer, jnp.int32), *(() if valid is None else (valid,)))
+    )(q, k, v, rows, start, count, jnp.asarray(layer, jnp.int32).reshape(1), *(() if valid is None else (valid,)))
     if blocks.num_splits == 1:
         return results[0]
     return online.merge(*results, q.dtype, want_lse=False, interpret=interpret, name="sparse_attention_merge")[0]
