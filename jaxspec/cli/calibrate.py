@@ -94,12 +94,15 @@ def _dustin(args: argparse.Namespace) -> int:
     check_output("--out", args.out)
     given = [args.target_heads, args.draft_heads]
     records = [None if path is None else read_record(path, HEADS) for path in given]
-    loaded = [_load(args, name) for name in (args.target, args.draft)]
+    models_by_name = {name: _load(args, name) for name in dict.fromkeys((args.target, args.draft))}
+    loaded = [models_by_name[name] for name in (args.target, args.draft)]
     check_vocabularies(*loaded)
     texts = read_texts(args.text, _encoder(loaded[0]))
     prompts = _prompts(args, texts, min(one.config.capacity_limit for one in loaded))
     for i, (name, one) in enumerate(zip((args.target, args.draft), loaded, strict=True)):
-        if records[i] is None:
+        if records[i] is None and i and args.draft == args.target:
+            records[i] = records[0]
+        elif records[i] is None:
             path = args.out.with_name(f"{args.out.stem}.{('target', 'draft')[i]}-heads.json")
             records[i] = _scan(args, name, one, path, texts)
         elif records[i]["model"]["hash"] != model_hash(one.model, one.params):

@@ -143,6 +143,8 @@ def open_runs(
         draft_params = sources.draft.params if sources.draft else None
         rows = stretches(token_ids(args.text, sources.target.tokenizer, context), context, batch)
     methods = [build_method(spec, draft_model, args.config) for spec in specs]
+    for method in methods:
+        method.check_model(models.target)
     if sources.target is None:
         # random weights say nothing about which sublayers can be spared
         methods = [m.fixed(config.num_layers) if m.segment_rounds else m for m in methods]

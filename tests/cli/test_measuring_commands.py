@@ -129,6 +129,22 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "vega"], "no method 'vega'; there are"),
         (["bench", "--shape", "tiny", "--methods", "vegas:depth=3"], "'depth=3' is no option=value of vegas"),
         (["bench", "--shape", "tiny", "--methods", "vegas:rho=x"], "rho must be a value of type float"),
+        (
+            ["bench", "--shape", "tiny", "--methods", "self-dustin:skipped_layers=1+x"],
+            "skipped_layers must be integers joined by +, got '1+x'",
+        ),
+        (
+            [
+                "bench",
+                "--shape",
+                "tiny",
+                "--acceptance",
+                "0.5",
+                "--methods",
+                "self-dustin:signal=recency,skipped_layers=9",
+            ],
+            "skipped_layers must be some, not all, of the model's layers 0..3, got (9,)",
+        ),
         (["bench", "--shape", "tiny", "--methods", "plain", "--layers", "3"], "--layers must lie in 1..2"),
         (["bench", "--shape", "tiny", "--methods", "plain", "--repeats", "0"], "--repeats must be at least 1"),
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
@@ -151,6 +167,14 @@ def test_specs_round_trip():
     spec = parse_spec("vegas:rho=0.05,num-draft=4,score_mode=logit")
     assert spec == {"method": "vegas", "options": {"rho": 0.05, "num_draft": 4, "score_mode": "logit"}}
     assert parse_spec(describe(spec)) == spec
+    several = parse_spec("self-dustin:signal=recency,skipped_layers=3+7+12")
+    assert describe(several) == "self-dustin:signal=recency,skipped_layers=3+7+12"
+    assert build_method(json.loads(json.dumps(several))) == jaxspec.SelfDustin(
+        signal="recency", skipped_layers=(3, 7, 12)
+    )
+    none = parse_spec("self-dustin:signal=recency,skipped_layers=")
+    assert build_method(none) == jaxspec.SelfDustin(signal="recency")
+    assert parse_spec(describe(none)) == none
     nested = {"method": "knapspec", "options": {"selection": spec, "max_draft": 4}}
     assert build_method(nested).selection == jaxspec.Vegas(rho=0.05, num_draft=4, score_mode="logit")
     assert describe(nested) == "knapspec:selection=[vegas:rho=0.05,num_draft=4,score_mode=logit],max_draft=4"
