@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
@@ -71,6 +72,7 @@ def _bench(args: argparse.Namespace) -> int:
     if specs[0]["method"] != "plain":
         specs.insert(0, {"method": "plain", "options": {}})
 
+    keep_programs()
     record = {"schema_version": 1, "kind": "bench", **environment(args), "results": []}
     args.ceiling = record["ceiling_bytes_per_second"]
     drafts = load_drafts(args, specs)

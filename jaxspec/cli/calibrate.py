@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import default_dtype, keep_programs
+
 CONTEXTS = (2048, 4096, 8192)
 
 
@@ -128,11 +130,10 @@ def _dustin(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, name: str) -> Any:
-    import jax
-
     import jaxspec
 
-    loaded = jaxspec.load(name, dtype=args.dtype or ("float32" if jax.default_backend() == "cpu" else None))
+    keep_programs()
+    loaded = jaxspec.load(name, dtype=default_dtype(args.dtype))
     if loaded.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
     return loaded

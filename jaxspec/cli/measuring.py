@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.atomic import replace_file
+from jaxspec.cli.device import default_dtype
 from jaxspec.figures import save_figure
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,8 +68,6 @@ def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Source
     Raises:
         ValueError: a method lacks its draft model, or the vocabularies differ.
     """
-    import jax
-
     from jaxspec.checkpoint import load
     from jaxspec.cli.methods import check_vocabularies
     from jaxspec.methods import find_methods
@@ -83,7 +82,7 @@ def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Source
         if args.draft is not None and args.draft not in SHAPES:
             raise ValueError(f"--draft must be one of {', '.join(SHAPES)} with --shape, got {args.draft!r}")
         return Sources()
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    dtype = default_dtype(args.dtype)
     target = load(args.model, dtype=dtype)
     if target.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer, which the prompts need")
