@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
     add("--phases", action="store_true", help="also the milliseconds of a round's phases")
     add("--acceptance", type=float, help="with --shape: the chance that a draft token is accepted")
     add("--layers", type=int, help="with --shape: measure this depth and twice it, and extrapolate to the whole model")
-    add("--plot", type=Path, metavar="FILE", help="draw tokens per second by method and context")
+    add("--plot", type=Path, metavar="FILE", help="draw the speed-ups by method, batch and context")
     add_measuring_flags(bench)
 
 
@@ -89,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from jaxspec.cli.measuring import write_speed_plot
 
-        write_speed_plot(args.plot, args.model or f"{args.shape} (synthetic)", record["results"])
+        write_speed_plot(args.plot, record)
     return 0
 
 
