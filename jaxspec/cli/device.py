@@ -4,7 +4,7 @@ import os
 
 
 def keep_programs() -> None:
-    """On a GPU, has JAX keep compiled programs beside converted checkpoints, unless it was told where to or not to."""
+    """On a GPU, has JAX keep compiled programs beside converted checkpoints, unless it was told where."""
     import jax
 
     from jaxspec.checkpoint import cache_directory
