@@ -15,7 +15,7 @@ TUNED = "tuned"
 
 
 def parse_spec(text: str) -> dict[str, Any]:
-    """`vegas` or `vegas:rho=0.05,num_draft=4` as {"method": ..., "options": {...}}.
+    """`vegas` or `vegas:rho=0.05,num_draft=4` as {"method": ..., "options": {...}}; several numbers are joined by `+`.
 
     Raises:
         ValueError: an unknown method or option, or a value of the wrong type.
@@ -30,9 +30,10 @@ def parse_spec(text: str) -> dict[str, Any]:
             raise ValueError(f"{text!r}: {item!r} is no option=value of {name}; options: {', '.join(sorted(known))}")
         kind = type(known[key].default)
         try:
-            options[key] = kind(value)
+            options[key] = [int(part) for part in value.split("+") if value] if kind is tuple else kind(value)
         except ValueError:
-            raise ValueError(f"{text!r}: {key} must be a value of type {kind.__name__}, got {value!r}") from None
+            form = "integers joined by +" if kind is tuple else f"a value of type {kind.__name__}"
+            raise ValueError(f"{text!r}: {key} must be {form}, got {value!r}") from None
     return {"method": name, "options": options}
 
 
@@ -55,6 +56,8 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
     for key, value in options.items():
         if isinstance(value, Mapping):
             options[key] = build_method(value)
+        elif isinstance(value, list):
+            options[key] = tuple(value)
     if config is not None and issubclass(chosen, SparseVerification):
         options = options_from_config(config, options.get("budget")) | options
     if chosen.needs_draft_params:
@@ -66,10 +69,13 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
 
 def describe(spec: Mapping[str, Any]) -> str:
     """A spec in the notation that `parse_spec` reads, nested ones in brackets."""
-    options = ",".join(
-        f"{key}=[{describe(value)}]" if isinstance(value, Mapping) else f"{key}={value}"
-        for key, value in spec.get("options", {}).items()
-    )
+
+    def shown(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return f"[{describe(value)}]"
+        return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+    options = ",".join(f"{key}={shown(value)}" for key, value in spec.get("options", {}).items())
     return f"{spec['method']}:{options}" if options else spec["method"]
 
 
