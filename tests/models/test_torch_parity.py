@@ -128,7 +128,8 @@ def test_modules(case, pair):
         p = params["layers_1"]
         cache = init_cache(c, BATCH, 8, jnp.float32)[0]
         tables = rope_tables(c.rope, c.head_dim, jnp.broadcast_to(positions, (BATCH, 6)))
-        options = cache, jnp.zeros(BATCH, jnp.int32), tables, None, Collect()
+        start = jnp.zeros(BATCH, jnp.int32)
+        options = cache, start, start, tables, None, Collect()
         block = Block(c, 1, "xla")
         attended = block.apply({"params": p}, 0.25 * x, 0.75 * x, *options, method="attend")[:2]
         return {
