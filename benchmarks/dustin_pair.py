@@ -85,7 +85,9 @@ class Pair:
 
         def build_loop(name: str) -> None:
             loop = partial(decode_all, method=methods[name], max_new_tokens=self.new_tokens)
-            loop = jax.jit(loop, donate_argnums=1).lower(self.models, state_of(name), request, until_any=np.True_)
+            loop = jax.jit(loop, donate_argnums=1).lower(
+                self.models, state_of(name), request, least_running=np.int32(1)
+            )
             self.loops[name] = loop.compile()
 
         def build_phases(name: str) -> None:
@@ -131,9 +133,9 @@ class Pair:
         running their seconds, number and emitted tokens."""
         state = jax.block_until_ready(self.start(name, method, prepared))
         seconds, parts = 0.0, []
-        for until_any in (True, False):
+        for least in (self.batch, 1):
             started = time.perf_counter()
-            state = self.loops[name](self.models, state, prepared.request, until_any=np.bool_(until_any))
+            state = self.loops[name](self.models, state, prepared.request, least_running=np.int32(least))
             state = jax.block_until_ready(state)
             seconds += time.perf_counter() - started
             parts.append((seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted))))

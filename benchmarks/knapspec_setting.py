@@ -50,8 +50,8 @@ class Setting:
             donate_argnums=1,
         )
         self._loop = jax.jit(
-            lambda models, state, request, until_any, method: decode_all(
-                models, state, request, method, self.new_tokens, until_any
+            lambda models, state, request, least_running, method: decode_all(
+                models, state, request, method, self.new_tokens, least_running
             ),
             static_argnames="method",
             donate_argnums=1,
@@ -76,7 +76,7 @@ class Setting:
             lowered.append(self._begin.lower(self.models, self.cache, self.request, method=method))
         for method in methods:
             state = self._state_shapes(method)
-            lowered.append(self._loop.lower(self.models, state, self.request, np.True_, method=method))
+            lowered.append(self._loop.lower(self.models, state, self.request, np.int32(1), method=method))
         for method, options in planners:
             select = partial(_selection, self.models, method=method)
             state = self._state_shapes(method)
@@ -101,9 +101,9 @@ class Setting:
                 state = state.replace(method_state=traced_plan(method.plan, state.method_state))
             loop = method.with_plan(None) if getattr(method, "execution", "") == "traced" else method
             seconds, parts = 0.0, []
-            for until_any in (True, False):
+            for least in (self.batch, 1):
                 started = time.perf_counter()
-                state = self._loop(self.models, state, self.request, np.bool_(until_any), method=loop)
+                state = self._loop(self.models, state, self.request, np.int32(least), method=loop)
                 state = jax.block_until_ready(state)
                 seconds += time.perf_counter() - started
                 parts.append((seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted))))

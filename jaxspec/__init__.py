@@ -9,6 +9,7 @@ from pathlib import Path
 
 from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
+from jaxspec.continuous import Completion, generate_many
 from jaxspec.decode import generate
 from jaxspec.method_specs import load_method
 from jaxspec.methods import DraftModel, Dustin, KnapSpec, Method, Plain, Quest, SelfDustin, Streaming, Vegas
@@ -20,6 +21,7 @@ from jaxspec.types import Finish, Output, Stats
 
 __all__ = [
     "Chunk",
+    "Completion",
     "ConversionError",
     "Decoder",
     "DraftModel",
@@ -40,6 +42,7 @@ __all__ = [
     "Streaming",
     "Vegas",
     "generate",
+    "generate_many",
     "load",
     "load_method",
     "stream",

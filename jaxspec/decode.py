@@ -229,16 +229,11 @@ def decode_all(
     request: Request,
     method: Method,
     max_new_tokens: int,
-    until_any: Array | None = None,
+    least_running: Array | int = 1,
 ) -> DecodeState:
-    """Rounds until every row has ended or, where the traced bool [] `until_any` is given and holds, until any has."""
-
-    def goes_on(state: DecodeState) -> Array:
-        running = state.finish == Finish.RUNNING
-        return jnp.any(running) if until_any is None else jnp.where(until_any, jnp.all(running), jnp.any(running))
-
+    """Rounds while at least `least_running` rows, int32 [], have not ended."""
     return jax.lax.while_loop(
-        goes_on,
+        lambda state: jnp.sum(state.finish == Finish.RUNNING) >= least_running,
         lambda state: decode_step(models, state, request, method, max_new_tokens)[0],
         state,
     )
@@ -253,7 +248,9 @@ def finish_output(state: DecodeState, request: Request, max_new_tokens: int) -> 
 
 
 def _round_keys(state: DecodeState) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.round)
+    # by the row's own rounds, so that it does not matter when its batch began; the prefill is number 0
+    number = state.stats.rounds + (state.round > 0)
+    return jax.vmap(jax.random.fold_in)(state.keys, number)
 
 
 def commit(

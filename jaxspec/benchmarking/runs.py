@@ -112,12 +112,12 @@ class Runs:
             state, run = decode_in_segments(models, self.request, method, self.new_tokens, state=state)
             seconds = run.decode_seconds + run.replan_seconds
         else:
-            state = jax.block_until_ready(rest(models, state, self.request, until_any=np.True_))
+            state = jax.block_until_ready(rest(models, state, self.request, least_running=np.int32(self.batch)))
             seconds = time.perf_counter() - started
             part = Part(seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted)))
             if np.any(np.asarray(state.finish) == Finish.RUNNING):
                 started = time.perf_counter()
-                state = jax.block_until_ready(rest(models, state, self.request, until_any=np.False_))
+                state = jax.block_until_ready(rest(models, state, self.request, least_running=np.int32(1)))
                 seconds += time.perf_counter() - started
         self.cache = state.cache
         stats = jax.tree.map(np.asarray, state.stats)
@@ -160,7 +160,7 @@ class Runs:
         if not method.segment_rounds:
             state = jax.eval_shape(partial(begin, **options), models, self.cache, self.request)
             loop = jax.jit(partial(decode_all, **options), donate_argnums=1)
-            rest = loop.lower(models, state, self.request, until_any=np.True_).compile()
+            rest = loop.lower(models, state, self.request, least_running=np.int32(1)).compile()
         self._programs[method] = first, rest
         return first, rest
 

@@ -17,7 +17,7 @@ def example(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["generate_in_jit", "convert_and_generate", "add_a_method", "add_a_family", "long_document"]
+    "name", ["generate_in_jit", "convert_and_generate", "add_a_method", "add_a_family", "long_document", "many_prompts"]
 )
 def test_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
@@ -65,6 +65,14 @@ def test_long_document(capsys, checkpoint, tmp_path):
     assert "tokens of prompt" in out
     assert re.search(r"plain +[\d.]+ tokens/s +1\.00 tokens per round", out)
     assert re.search(r"vegas +[\d.]+ tokens/s +[\d.]+ tokens per round", out)
+
+
+def test_many_prompts(capsys, checkpoint, tmp_path):
+    for name in ("first", "second", "third"):
+        (tmp_path / f"{name}.txt").write_text(f"the quick brown fox jumps over the {name} dog. ")
+    example("many_prompts").main(checkpoint.converted, str(tmp_path), 2, 100, 8)
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.partition(":")[0] for line in lines) == ["first.txt", "second.txt", "third.txt"]
 
 
 def test_with_a_checkpoint(capsys, checkpoint):
