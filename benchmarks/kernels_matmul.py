@@ -74,11 +74,14 @@ def time_sublayers(run: Run, case: tuple) -> None:
             entries.append((label, lambda: loop(step, x, sets, nbytes)))
 
         if sublayer == "MLP":
-            inward, outward = choose_block_sizes(rows, size, inner, gated=True), choose_block_sizes(rows, *second)
+            inward, outward = (
+                choose_block_sizes(rows, size, x.dtype, gated=True),
+                choose_block_sizes(rows, inner, x.dtype),
+            )
             ours = lambda a, b: (functools.partial(gated, a), functools.partial(product, b))  # noqa: E731
             report("XLA", _xla_gated, _xla)
         else:
-            inward, outward = choose_block_sizes(rows, *first), choose_block_sizes(rows, *second)
+            inward, outward = choose_block_sizes(rows, size, x.dtype), choose_block_sizes(rows, second[0], x.dtype)
             ours = lambda a, b: (lambda x, k: heads_of(product(a, x, k)), functools.partial(product, b))  # noqa: E731
             report("XLA", lambda x, k: heads_of(_xla(x, k)), _xla)
         report(f"ours {brief(inward)} | {brief(outward)}", *ours(inward, outward))

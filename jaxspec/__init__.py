@@ -5,6 +5,7 @@
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from convert.errors import ConversionError
 from jaxspec.checkpoint import Loaded, load
@@ -44,7 +45,18 @@ __all__ = [
     "stream",
 ]
 
-try:
-    __version__ = version("jaxspec")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+
+def _version() -> str:
+    try:
+        return version("jaxspec")
+    except PackageNotFoundError:  # a source tree that was never installed
+        import tomllib
+    try:
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        # a copy inside another project lies beside that one's file
+        return project["version"] if project["name"] == "jaxspec" else "0+unknown"
+    except (OSError, ValueError, KeyError):
+        return "0+unknown"
+
+
+__version__ = _version()

@@ -15,7 +15,7 @@ TUNED = "tuned"
 
 
 def parse_spec(text: str) -> dict[str, Any]:
-    """`vegas` or `vegas:rho=0.05,num_draft=4` as {"method": ..., "options": {...}}.
+    """`vegas` or `vegas:rho=0.05,num_draft=4` as {"method": ..., "options": {...}}; several numbers are joined by `+`.
 
     Raises:
         ValueError: an unknown method or option, or a value of the wrong type.
@@ -44,6 +44,8 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
     for key, value in options.items():
         if isinstance(value, Mapping):
             options[key] = build_method(value)
+        elif isinstance(value, list):
+            options[key] = tuple(value)
     if config is not None and issubclass(chosen, SparseVerification):
         options = options_from_config(config, options.get("budget")) | options
     if chosen.needs_draft_params:
@@ -55,10 +57,13 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
 
 def describe(spec: Mapping[str, Any]) -> str:
     """A spec in the notation that `parse_spec` reads, nested ones in brackets."""
-    options = ",".join(
-        f"{key}=[{describe(value)}]" if isinstance(value, Mapping) else f"{key}={value}"
-        for key, value in spec.get("options", {}).items()
-    )
+
+    def shown(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return f"[{describe(value)}]"
+        return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+    options = ",".join(f"{key}={shown(value)}" for key, value in spec.get("options", {}).items())
     return f"{spec['method']}:{options}" if options else spec["method"]
 
 

@@ -30,7 +30,8 @@ def parse_text(text: str, find: Callable[[str], type]) -> tuple[str, dict[str, A
             raise ValueError(f"{text!r}: {item!r} is no option=value of {name}; options: {', '.join(sorted(known))}")
         kind = type(known[key].default)
         try:
-            options[key] = kind(value)
+            options[key] = [int(part) for part in value.split("+") if value] if kind is tuple else kind(value)
         except ValueError:
-            raise ValueError(f"{text!r}: {key} must be a value of type {kind.__name__}, got {value!r}") from None
+            form = "integers joined by +" if kind is tuple else f"a value of type {kind.__name__}"
+            raise ValueError(f"{text!r}: {key} must be {form}, got {value!r}") from None
     return name, options

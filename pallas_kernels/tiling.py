@@ -42,12 +42,14 @@ def resident_programs(tile_bytes: int, most: int = 2) -> int:
     return MULTIPROCESSORS * max(1, min(most, SHARED_MEMORY // (tile_bytes + OTHER_SHARED_MEMORY)))
 
 
-def choose_splits(programs: int, steps: int, resident: int, startup_steps: int = 4, merge_steps: float = 5.0) -> int:
+def choose_splits(
+    programs: int, steps: int, resident: int, startup_steps: int = 4, merge_steps: float = 5.0, least_steps: int = 2
+) -> int:
     """Returns how many programs should share the `steps` of each of `programs` equal loops.
 
     Models the time, in steps, as waves of `resident` programs, each as long as its share of the steps plus a fixed
     start, plus a merge of `merge_steps` that grows slowly with the number of splits. The last wave is then nearly full:
-    a few programs over one wave would cost as much as a second wave.
+    a few programs over one wave would cost as much as a second wave. No share is smaller than `least_steps`.
     """
 
     def cost(splits: int) -> float:
@@ -55,5 +57,5 @@ def choose_splits(programs: int, steps: int, resident: int, startup_steps: int =
         merge = 0.0 if splits == 1 else merge_steps * (1 + splits / 40)
         return waves * (ceil_div(steps, splits) + startup_steps) + merge
 
-    most = max(1, min(steps // 2, ceil_div(2 * resident, programs)))
+    most = max(1, min(steps // least_steps, ceil_div(2 * resident, programs)))
     return min(range(1, most + 1), key=cost)

@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
@@ -43,7 +44,7 @@ def add_command(commands: Any) -> None:
     add("--phases", action="store_true", help="also the milliseconds of a round's phases")
     add("--acceptance", type=float, help="with --shape: the chance that a draft token is accepted")
     add("--layers", type=int, help="with --shape: measure this depth and twice it, and extrapolate to the whole model")
-    add("--plot", type=Path, metavar="FILE", help="draw tokens per second by method and context")
+    add("--plot", type=Path, metavar="FILE", help="draw the speed-ups by method, batch and context")
     add_measuring_flags(bench)
 
 
@@ -71,6 +72,7 @@ def _bench(args: argparse.Namespace) -> int:
     if specs[0]["method"] != "plain":
         specs.insert(0, {"method": "plain", "options": {}})
 
+    keep_programs()
     record = {"schema_version": 1, "kind": "bench", **environment(args), "results": []}
     args.ceiling = record["ceiling_bytes_per_second"]
     drafts = load_drafts(args, specs)
@@ -87,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from jaxspec.cli.measuring import write_speed_plot
 
-        write_speed_plot(args.plot, args.model or f"{args.shape} (synthetic)", record["results"])
+        write_speed_plot(args.plot, record)
     return 0
 
 

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import default_dtype, keep_programs
+
 CONTEXTS = (2048, 4096, 8192)
 
 
@@ -94,12 +96,15 @@ def _dustin(args: argparse.Namespace) -> int:
     check_output("--out", args.out)
     given = [args.target_heads, args.draft_heads]
     records = [None if path is None else read_record(path, HEADS) for path in given]
-    loaded = [_load(args, name) for name in (args.target, args.draft)]
+    models_by_name = {name: _load(args, name) for name in dict.fromkeys((args.target, args.draft))}
+    loaded = [models_by_name[name] for name in (args.target, args.draft)]
     check_vocabularies(*loaded)
     texts = read_texts(args.text, _encoder(loaded[0]))
     prompts = _prompts(args, texts, min(one.config.capacity_limit for one in loaded))
     for i, (name, one) in enumerate(zip((args.target, args.draft), loaded, strict=True)):
-        if records[i] is None:
+        if records[i] is None and i and args.draft == args.target:
+            records[i] = records[0]
+        elif records[i] is None:
             path = args.out.with_name(f"{args.out.stem}.{('target', 'draft')[i]}-heads.json")
             records[i] = _scan(args, name, one, path, texts)
         elif records[i]["model"]["hash"] != model_hash(one.model, one.params):
@@ -125,11 +130,10 @@ def _dustin(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, name: str) -> Any:
-    import jax
-
     import jaxspec
 
-    loaded = jaxspec.load(name, dtype=args.dtype or ("float32" if jax.default_backend() == "cpu" else None))
+    keep_programs()
+    loaded = jaxspec.load(name, dtype=default_dtype(args.dtype))
     if loaded.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
     return loaded

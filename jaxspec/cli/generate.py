@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.benchmarking.shapes import check_memory
+from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
 from jaxspec.metrics import measure
@@ -57,9 +58,8 @@ def _generate(args: argparse.Namespace) -> int:
     check_outputs(args.trace, args.plot)
     check_method_flags(args)
     prompt = _read_prompt(args)
-    # CPUs have no bfloat16 matrix units worth the name: float32 is both faster and exact there
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = args.dtype or ("float32" if on_cpu else None)
+    keep_programs()
+    dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
     method, draft_params = method_from_flags(args, loaded, dtype)
     if loaded.tokenizer is None:

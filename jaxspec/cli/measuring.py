@@ -3,14 +3,18 @@
 import argparse
 import importlib.util
 import sys
+import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.atomic import replace_file
+from jaxspec.cli.device import default_dtype
 from jaxspec.figures import save_figure
 
+# dark enough for white figures
+PLOT_COLORS = ("#1f77b4", "#c85200", "#2a8a2a", "#c22a2b", "#8459b3", "#8c564b", "#b8458f")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -67,8 +71,6 @@ def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Source
     Raises:
         ValueError: a method lacks its draft model, or the vocabularies differ.
     """
-    import jax
-
     from jaxspec.checkpoint import load
     from jaxspec.cli.methods import check_vocabularies
     from jaxspec.methods import find_methods
@@ -83,7 +85,7 @@ def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Source
         if args.draft is not None and args.draft not in SHAPES:
             raise ValueError(f"--draft must be one of {', '.join(OFFERED)} with --shape, got {args.draft!r}")
         return Sources()
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    dtype = default_dtype(args.dtype)
     target = load(args.model, dtype=dtype)
     if target.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer, which the prompts need")
@@ -143,6 +145,8 @@ def open_runs(
         draft_params = sources.draft.params if sources.draft else None
         rows = stretches(token_ids(args.text, sources.target.tokenizer, context), context, batch)
     methods = [build_method(spec, draft_model, args.config) for spec in specs]
+    for method in methods:
+        method.check_model(models.target)
     if sources.target is None:
         # random weights say nothing about which sublayers can be spared
         methods = [m.fixed(config.num_layers) if m.segment_rounds else m for m in methods]
@@ -276,27 +280,65 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
         replace_file(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
 
 
-def write_speed_plot(path: Path, title: str, results: list[dict[str, Any]]) -> None:
-    """Draws the speed-up over plain decoding by method, one group of bars per batch and context."""
+def write_speed_plot(path: Path, record: dict[str, Any]) -> None:
+    """Draws what `jaxspec bench` recorded: speed-ups over plain decoding, a block of bars per batch and context."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    cases = list(dict.fromkeys((r["batch"], r["context"]) for r in results))
-    methods = list(dict.fromkeys(r["method"] for r in results))
-    figure = Figure(figsize=(2 + 2.2 * len(cases), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(methods)
-    for i, method in enumerate(methods):
-        at = [j + (i - (len(methods) - 1) / 2) * width for j in range(len(cases))]
-        heights = [next((r["speedup"] for r in results if (r["batch"], r["context"]) == case and r["method"] == method),
-                        float("nan")) for case in cases]  # fmt: skip
-        bars = axes.bar(at, heights, width, label=method)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(
-        title=title,
-        ylabel="tokens per second / plain decoding's",
-        xticks=range(len(cases)),
-        xticklabels=[f"batch {batch}\n{context} tokens" for batch, context in cases],
-    )
-    axes.legend(fontsize=8)
+    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for result in record["results"]:
+        cases.setdefault((result["batch"], result["context"]), []).append(result)
+    names = {r["method"]: _plot_name(r) for r in record["results"]}
+    colors = {
+        method: "tab:gray" if method == "plain" else PLOT_COLORS[i % len(PLOT_COLORS)]
+        for i, method in enumerate(names, -1)
+    }
+    lines = max(name.count("\n") + 1 for name in names.values())
+    rows = [len(results) for results in cases.values()]
+    height = 1.3 + sum(0.45 + count * (0.16 + 0.14 * lines) for count in rows)
+    figure = Figure(figsize=(7.5, height), dpi=150, layout="constrained")
+    blocks = figure.subplots(len(cases), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    limit = 1.12 * max(max(_speedups(result), default=0) for result in record["results"])
+    for axes, ((batch, context), results) in zip(blocks, cases.items(), strict=True):
+        for y, result in enumerate(results):
+            _draw_speedups(axes, y, result, colors[result["method"]], limit)
+        axes.axvline(1, color="black", linewidth=0.8, zorder=0)
+        axes.set_title(f"batch {batch}, {context:,} tokens of context", fontsize=9, loc="left")
+        axes.set_yticks(range(len(results)), [names[result["method"]] for result in results], fontsize=8)
+        axes.set(xlim=(0, limit), ylim=(len(results) - 0.4, -0.6))
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    blocks[-1].set_xlabel("tokens per second / plain decoding's", fontsize=9)
+    title = f"{record['model'] or record['shape'] + ' (synthetic)'}, {record['device']}"
+    figure.suptitle(textwrap.fill(title, 80), fontsize=10)
+    filled = Patch(color="tab:gray", label="until the last row has ended")
+    outlined = Patch(facecolor="none", edgecolor="tab:gray", linewidth=1.2, label="while all rows run")
+    figure.legend(handles=[filled, outlined], loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     save_figure(figure, path)
+
+
+def _speedups(result: dict[str, Any]) -> list[float]:
+    """Of the whole run and, in records that have it, while all rows run; what is unknown is left out."""
+    return [x for x in (result["speedup"], result.get("speedup_all_running")) if x is not None]
+
+
+def _plot_name(result: dict[str, Any]) -> str:
+    name = result["method"] + ("" if result.get("lossless", True) else " (lossy)")
+    # options break after a comma only
+    return textwrap.fill(name.replace(",", ", "), 38, break_long_words=False).replace(", ", ",")
+
+
+def _draw_speedups(axes: Any, y: int, result: dict[str, Any], color: str, limit: float) -> None:
+    whole, running = result["speedup"], result.get("speedup_all_running")
+    if running is not None:
+        axes.barh(y, running, 0.66, facecolor="none", edgecolor=color, linewidth=1.2)
+    if whole is not None:
+        axes.barh(y, whole, 0.66, color=color, edgecolor=color, linewidth=1.2)
+    shown = [f"{x:.2f}" for x in _speedups(result)]
+    text = {"va": "center", "fontsize": 8, "textcoords": "offset points"}
+    # the first figure stands in its bar where that has room and does not hide the other's end
+    if len(set(shown)) == 2 and 0.1 * limit < whole < running:
+        axes.annotate(shown.pop(0), (whole, y), (-4, 0), ha="right", color="white", **text)
+    end, over_the_line = max(_speedups(result), default=0), {"facecolor": "white", "linewidth": 0, "pad": 1}
+    axes.annotate(" / ".join(dict.fromkeys(shown)), (end, y), (5, 0), ha="left", bbox=over_the_line, **text)

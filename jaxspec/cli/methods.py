@@ -26,11 +26,14 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", type=Path, metavar="FILE", help=f"what jaxspec calibrate wrote, of {configured}")
     for flag, users in _options(methods).items():
         field = next(iter(users.values()))
+        several = isinstance(field.default, tuple)
+        kind = int if several else type(field.default)
         group.add_argument(
             flag,
-            type=type(field.default),
+            type=kind,
+            nargs="+" if several else None,
             choices=field.metadata["choices"],
-            metavar=None if field.metadata["choices"] else type(field.default).__name__.upper(),
+            metavar=None if field.metadata["choices"] else kind.__name__.upper(),
             help=f"{field.metadata['help']} ({_defaults(users)})",
         )
 
@@ -59,7 +62,7 @@ def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
             continue
         if args.method not in users:
             raise ValueError(f"{flag} does not apply to --method {args.method}; it belongs to {', '.join(users)}")
-        options[field.name] = value
+        options[field.name] = tuple(value) if isinstance(value, list) else value
     if args.config is not None:
         if args.method not in _configured(methods):
             raise ValueError(f"--config does not apply to --method {args.method}")
@@ -110,7 +113,7 @@ def _defaults(users: dict[str, dataclasses.Field]) -> str:
     by_default: dict[Any, list[str]] = {}
     for name, field in users.items():
         by_default.setdefault(field.default, []).append(name)
-    by_default = {"none" if default == "" else default: names for default, names in by_default.items()}
+    by_default = {"none" if default in ("", ()) else default: names for default, names in by_default.items()}
     return "default: " + "; ".join(f"{default} with {', '.join(names)}" for default, names in by_default.items())
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.report import check_outputs
 from jaxspec.figures import save_figure
 
@@ -41,8 +42,6 @@ def add_command(commands: Any) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    import jax
-
     import jaxspec
     from jaxspec.methods import Models
     from jaxspec.methods.knapspec import read_selection
@@ -60,7 +59,8 @@ def _profile(args: argparse.Namespace) -> int:
         if not low <= value <= high:
             raise ValueError(f"{flag} must lie in {low}..{high}, got {value}")
     selection = args.selection and replace(read_selection(args.selection), num_draft=args.max_draft)
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    keep_programs()
+    dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
     models, most = Models(loaded.model, loaded.params), loaded.model.config.capacity_limit - args.max_draft - 1
     contexts = args.contexts or [n for n in CONTEXTS if n <= most] or [max(most // 2, 1), most]

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
@@ -63,6 +64,7 @@ def _tune(args: argparse.Namespace) -> int:
     from jaxspec.benchmarking.search import PLAIN, Measured, Search
     from jaxspec.method_specs import TUNED, describe
 
+    keep_programs()
     record = {"schema_version": 1, "kind": TUNED, **environment(args), "context": args.context, "batch": args.batch}
     args.ceiling = record["ceiling_bytes_per_second"]
     sources = load_drafts(args, [{"method": name, "options": {}} for name in wanted])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
 
 PROMPT_TOKENS = (700, 450, 200)
@@ -50,7 +51,8 @@ def _verify(args: argparse.Namespace) -> int:
         raise ValueError(f"--draws must be at least 100, got {args.draws}")
     if not args.temperature >= 0.1:
         raise ValueError(f"--temperature must be at least 0.1, got {args.temperature}")
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    keep_programs()
+    dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
     method, draft_params = method_from_flags(args, loaded, dtype)
     models = Models(loaded.model, loaded.params, draft_params)

@@ -39,9 +39,9 @@ def option(
     """A field of a method, checked by `Method.__post_init__` and offered as a flag by the command line.
 
     Args:
-        default: its default, which also says whether it is an integer, another number or a string.
+        default: its default, which also says whether it is an integer, another number, a string or a tuple of integers.
         help: one line for the command line.
-        low: the smallest value of an integer. A number that is no integer must lie above it.
+        low: the smallest value of an integer, also in a tuple. A number that is no integer must lie above it.
         high: the largest value.
         choices: what a string may be.
     """
@@ -193,6 +193,10 @@ def _check_field(method: Method, field: dataclasses.Field) -> None:
     if limits["choices"] is not None:
         if value not in limits["choices"]:
             raise ValueError(f"{name} must be one of {', '.join(limits['choices'])}, got {value!r}")
+    elif isinstance(field.default, tuple):
+        low, high = limits["low"], limits["high"]
+        if not isinstance(value, tuple) or not all(type(i) is int and low <= i <= high for i in value):
+            raise ValueError(f"{name} must be a tuple of integers in {low}..{high}, got {value!r}")
     elif isinstance(field.default, float):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not limits["low"] < value <= limits["high"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspec.drafting import draft_chain
 from jaxspec.dustin.scoring import check_heads
 from jaxspec.dustin.verification import SparseVerification
-from jaxspec.methods.base import Models
+from jaxspec.methods.base import Models, option
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, Collect, DecodeState, Draft, KVCache, KVSelection, LayerMask
@@ -22,14 +22,11 @@ class SelfDustin(SparseVerification):
     attention. `draft_heads` are heads of target layers that drafts run. Otherwise as `SparseVerification`.
     """
 
-    skipped_layers: tuple[int, ...] = ()
+    skipped_layers: tuple[int, ...] = option((), low=0, high=2**20, help="layers that the drafts leave out")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.skipped_layers
-        if not isinstance(layers, tuple) or not all(type(i) is int and i >= 0 for i in layers):
-            raise ValueError(f"SelfDustin skipped_layers must be a tuple of layer numbers, got {layers!r}")
-        skipped = sorted(set(layers) & set(self._scored_layers))
+        skipped = sorted(set(self.skipped_layers) & set(self._scored_layers))
         if skipped:
             raise ValueError(f"SelfDustin draft_heads must lie in layers that run; skipped_layers holds {skipped}")
 
@@ -39,7 +36,7 @@ class SelfDustin(SparseVerification):
         check_heads("SelfDustin draft_heads", self.draft_heads, config.num_layers, config.num_heads)
         if not set(self.skipped_layers) < set(range(config.num_layers)):
             raise ValueError(
-                f"SelfDustin skipped_layers must leave one of the layers 0..{config.num_layers - 1}, "
+                f"SelfDustin skipped_layers must be some, not all, of the model's layers 0..{config.num_layers - 1}, "
                 f"got {self.skipped_layers}"
             )
 

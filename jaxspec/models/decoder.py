@@ -341,7 +341,7 @@ def add_update(x: Array, update: Array | None) -> Array:
 
 def _is_skinny(x: Array, inputs: int, kernel: Array, backend: str | None) -> bool:
     rows = math.prod(x.shape[: x.ndim - inputs])
-    # float32 products have no tensor-core path to feed
+    # float32 has no tensor cores to feed; with more rows or larger weights XLA's products are faster (docs/kernels.md)
     return x.dtype.itemsize == 2 and rows <= 32 and kernel.size <= 2**25 and resolve(backend) != "xla"
 
 

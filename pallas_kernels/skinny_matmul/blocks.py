@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from pallas_kernels.tiling import ceil_div, power_of_two
 
 
@@ -28,15 +30,19 @@ class BlockSizes:
     num_stages: int = 4
 
 
-def choose_block_sizes(num_rows: int, depth: int, columns: int, *, gated: bool = False) -> BlockSizes:
-    """Returns the block sizes for x [R,D] and a weight of `columns` columns [D,N], or [D,2,N] when gated."""
+def choose_block_sizes(num_rows: int, depth: int, dtype: jnp.dtype, *, gated: bool = False) -> BlockSizes:
+    """Returns the block sizes for x [R,D] of `dtype` and a weight [D,N], or [D,2,N] when gated."""
     rows = power_of_two(num_rows, 16)
-    if gated:
-        return BlockSizes(rows, 64, 64, 1) if rows == 16 else BlockSizes(rows, 64, 128, 1, num_warps=8, num_stages=3)
-    if depth <= 2048:
-        block_n, block_k, splits, stages = 32, 64, 2, 5
+    if jnp.dtype(dtype).itemsize == 4:
+        # IEEE float32 products have no tensor-core path; both operands then sit in registers.
+        block_n, block_k, splits, num_warps, num_stages = 32, 32, 4, 4 if rows <= 32 else 8, 2
+    elif gated:
+        block_n, block_k, splits, num_warps, num_stages = (64, 64, 1, 4, 4) if rows == 16 else (64, 128, 1, 8, 3)
+    elif depth <= 2048:
+        block_n, block_k, splits, num_warps, num_stages = 32, 64, 2, 4, 5
     elif depth <= 4096:
-        block_n, block_k, splits, stages = 64, 64, 4, 4
+        block_n, block_k, splits, num_warps, num_stages = 64, 64, 4, 4, 4
     else:
-        block_n, block_k, splits, stages = 64, 128, 5, 4
-    return BlockSizes(rows, block_n, block_k, min(splits, ceil_div(depth, block_k)), num_stages=stages)
+        block_n, block_k, splits, num_warps, num_stages = 64, 128, 5, 4, 4
+    splits = 1 if gated else min(splits, ceil_div(depth, block_k))
+    return BlockSizes(rows, block_n, block_k, splits, num_warps, num_stages)

@@ -91,7 +91,7 @@ def skinny_matmul(
     x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
 ) -> jax.Array:
     """See the public op; `blocks` overrides the choice for measurements."""
-    blocks = blocks or choose_block_sizes(x.shape[0], *kernel.shape, gated=False)
+    blocks = blocks or choose_block_sizes(*x.shape, x.dtype)
     out = jax.ShapeDtypeStruct((blocks.num_splits, x.shape[0], kernel.shape[1]), jnp.float32)
     return _call(_skinny_kernel, "skinny_matmul", x, kernel, out, blocks, interpret)
 
@@ -101,6 +101,6 @@ def gated_matmul(
     x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
 ) -> jax.Array:
     """See the public op; `blocks` overrides the choice for measurements."""
-    blocks = blocks or choose_block_sizes(x.shape[0], kernel.shape[0], kernel.shape[2], gated=True)
+    blocks = blocks or choose_block_sizes(*x.shape, x.dtype, gated=True)
     out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[2]), x.dtype)
     return _call(_gated_kernel, "gated_matmul", x, kernel, out, blocks, interpret)

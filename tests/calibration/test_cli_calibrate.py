@@ -105,6 +105,30 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
     assert options.items() <= result["options"].items()
 
 
+def test_a_model_that_drafts_for_itself(capsys, tmp_path, text):
+    out = tmp_path / "dustin.json"
+    code, *_ = run(
+        capsys, "calibrate", "dustin", "--target", "target", "--draft", "target", "--text", text, "--out", out,
+        "--budget", 32, "--contexts", 60, "--rounds", 2, "--num-draft", 2, *SCAN,
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(out.read_text())
+    assert record["draft"]["hash"] == record["target"]["hash"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dustin.json", "dustin.target-heads.json", "text.txt"]
+
+    # a layer without draft heads can be left out
+    record["draft_heads"] = [[0, [1, 2]]]
+    out.write_text(json.dumps(record))
+    flags = ["generate", "--model", "target", "--prompt-file", text, "--max-new-tokens", 8, "--json", "--config", out]
+    code, shown, _ = run(capsys, *flags, "--method", "self-dustin", "--skipped-layers", 1)
+    assert code == 0
+    assert json.loads(shown)["options"]["skipped_layers"] == [1]
+    assert json.loads(shown)["metrics"]["rounds"] > 0
+    code, _, err = run(capsys, *flags, "--method", "self-dustin", "--skipped-layers", 0)
+    assert code == 2
+    assert "draft_heads must lie in layers that run; skipped_layers holds [0]" in err
+
+
 def test_known_heads_are_not_scanned_again(capsys, tmp_path, text, monkeypatch):
     heads = tmp_path / "heads.json"
     assert run(capsys, "calibrate", "heads", "--model", "draft", "--out", heads, *SCAN)[0] == 0

@@ -6,7 +6,7 @@ import pytest
 
 import jaxspec
 from jaxspec.benchmarking import search
-from jaxspec.cli import main
+from jaxspec.cli import main, measuring
 from jaxspec.method_specs import build_method, describe, parse_spec
 
 pytest.importorskip("rich")
@@ -61,6 +61,51 @@ def test_bench(capsys, tmp_path, checkpoint, text):
     # the selection comes on top
     assert vegas["program_bytes"] > plain["program_bytes"]
     assert plot.stat().st_size > 5000
+
+
+def test_the_plot_of_a_record(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(measuring, "save_figure", lambda figure, path: figures.append(figure))
+    lossy = "dustin:sparse_drafts=last,refresh_every=8,budget=1024"
+
+    def result(method, batch, speedup, running, lossless=True):
+        speedups = {"speedup": speedup, "speedup_all_running": running}
+        return {"method": method, "batch": batch, "context": 32000, "lossless": lossless, **speedups}
+
+    results = [result("plain", 1, 1, 1), result("vegas", 1, 1.5, 1.5)]
+    results += [result("plain", 16, 1, 1), result("vegas", 16, 1.75, 2.25), result("knapspec", 16, 1.25, None)]
+    results += [result(lossy, 16, 0.125, 0.0625, lossless=False)]
+    measuring.write_speed_plot(None, {"model": None, "shape": "tiny", "device": "NVIDIA H200", "results": results})
+    (figure,) = figures
+    first, second = figure.axes
+    bars = [(bar.get_y(), bar.get_width(), bar.get_fill() and bar.get_facecolor()[3] == 1) for bar in second.patches]
+    rows = [sorted((width, filled) for y, width, filled in bars if round(y + 0.33) == i) for i in range(4)]
+    assert rows == [
+        [(1, False), (1, True)],
+        [(1.75, True), (2.25, False)],
+        [(1.25, True)],
+        [(0.0625, False), (0.125, True)],
+    ]
+    colors = [{bar.get_edgecolor() for bar in second.patches if round(bar.get_y() + 0.33) == i} for i in range(4)]
+    assert [len(found) for found in colors] == [1] * 4
+    assert len(set.union(*colors)) == 4
+    assert [text.get_text() for text in first.texts] == ["1.00", "1.50"]
+    assert [text.get_text() for text in second.texts] == ["1.00", "1.75", "2.25", "1.25", "0.12 / 0.06"]
+    names = [label.get_text() for label in second.get_yticklabels()]
+    assert names[3] == "dustin:sparse_drafts=last,\nrefresh_every=8,budget=1024 (lossy)"
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == [
+        "until the last row has ended",
+        "while all rows run",
+    ]
+    assert figure.get_suptitle() == "tiny (synthetic), NVIDIA H200"
+    assert second.get_title(loc="left") == "batch 16, 32,000 tokens of context"
+
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in (*axes.texts, *axes.get_yticklabels())]
+        assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert all(figure.bbox.contains(*corner) for box in boxes for corner in box.corners())
 
 
 def test_bench_of_a_shape_says_that_it_is_synthetic(capsys, tmp_path):
@@ -129,6 +174,22 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "vega"], "no method 'vega'; there are"),
         (["bench", "--shape", "tiny", "--methods", "vegas:depth=3"], "'depth=3' is no option=value of vegas"),
         (["bench", "--shape", "tiny", "--methods", "vegas:rho=x"], "rho must be a value of type float"),
+        (
+            ["bench", "--shape", "tiny", "--methods", "self-dustin:skipped_layers=1+x"],
+            "skipped_layers must be integers joined by +, got '1+x'",
+        ),
+        (
+            [
+                "bench",
+                "--shape",
+                "tiny",
+                "--acceptance",
+                "0.5",
+                "--methods",
+                "self-dustin:signal=recency,skipped_layers=9",
+            ],
+            "skipped_layers must be some, not all, of the model's layers 0..3, got (9,)",
+        ),
         (["bench", "--shape", "tiny", "--methods", "plain", "--layers", "3"], "--layers must lie in 1..2"),
         (["bench", "--shape", "tiny", "--methods", "plain", "--repeats", "0"], "--repeats must be at least 1"),
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
@@ -151,6 +212,14 @@ def test_specs_round_trip():
     spec = parse_spec("vegas:rho=0.05,num-draft=4,score_mode=logit")
     assert spec == {"method": "vegas", "options": {"rho": 0.05, "num_draft": 4, "score_mode": "logit"}}
     assert parse_spec(describe(spec)) == spec
+    several = parse_spec("self-dustin:signal=recency,skipped_layers=3+7+12")
+    assert describe(several) == "self-dustin:signal=recency,skipped_layers=3+7+12"
+    assert build_method(json.loads(json.dumps(several))) == jaxspec.SelfDustin(
+        signal="recency", skipped_layers=(3, 7, 12)
+    )
+    none = parse_spec("self-dustin:signal=recency,skipped_layers=")
+    assert build_method(none) == jaxspec.SelfDustin(signal="recency")
+    assert parse_spec(describe(none)) == none
     nested = {"method": "knapspec", "options": {"selection": spec, "max_draft": 4}}
     assert build_method(nested).selection == jaxspec.Vegas(rho=0.05, num_draft=4, score_mode="logit")
     assert describe(nested) == "knapspec:selection=[vegas:rho=0.05,num_draft=4,score_mode=logit],max_draft=4"

@@ -10,11 +10,21 @@ from compile_for_h200 import compile_for_h200
 from kernel_cases import BF16, F16, F32, SHAPES
 from machine_code import usage
 
-from pallas_kernels import attention_scores, cached_attention, row_selection, sparse_attention
+from pallas_kernels import (
+    add_rms_norm,
+    attention_scores,
+    cached_attention,
+    gated_matmul,
+    rope_and_cache,
+    row_selection,
+    skinny_matmul,
+    sparse_attention,
+)
 from pallas_kernels.attention_scores import blocks as scores_blocks
 from pallas_kernels.cached_attention import blocks as dense_blocks
 from pallas_kernels.cached_attention import triton as dense_triton
 from pallas_kernels.row_selection import blocks as selection_blocks
+from pallas_kernels.skinny_matmul import blocks as matmul_blocks
 from pallas_kernels.sparse_attention import blocks as sparse_blocks
 
 pytestmark = pytest.mark.gpu_compile
@@ -150,6 +160,43 @@ def test_row_selection(case):
     names = ["row_selection"] if blocks.resident else ["row_selection", "row_selection_first", "row_selection_digit"]
     check(compiled, names, blocks.num_warps)
     assert " sort(" not in compiled.as_text()
+
+
+# depths of models from 0.5B to 70B, and depths and columns that no block divides
+SKINNY = one_per_cut(matmul_blocks.choose_block_sizes, (1, 32, 64), (896, 1000, 3584, 28672), (BF16, F32))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", SKINNY, ids=str)
+def test_skinny_matmul(case, gated):
+    num_rows, depth, dtype = case
+    op, kernel = (gated_matmul, (depth, 2, 1100)) if gated else (skinny_matmul, (depth, 1152))
+    compiled = compile_op(op, array((num_rows, depth), dtype), array(kernel, dtype))
+    blocks = matmul_blocks.choose_block_sizes(*case, gated=gated)
+    check(compiled, [op.__name__], blocks.num_warps, dtype)
+
+
+# as the decoder calls them, with the partial sums of a product
+@pytest.mark.parametrize("num_parts", [1, 5])
+@pytest.mark.parametrize("size", [896, 8192])
+def test_add_rms_norm(size, num_parts):
+    x, scale = array((2, 3, size), BF16), array((size,), BF16)
+    update = array((num_parts, 2, 3, size), F32) if num_parts > 1 else x
+    check(compile_op(add_rms_norm, x, update, scale, eps=1e-6), ["add_rms_norm"], 16)
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize(("group", "head_dim"), [(7, 64), (8, 128), (24, 256)])
+def test_rope_and_cache(group, head_dim, num_parts):
+    members = (2, 3, KV_HEADS, group + 2, head_dim)
+    qkv = array((num_parts, *members), F32) if num_parts > 1 else array(members, BF16)
+    cache, table = array((2, 100, KV_HEADS, head_dim), BF16), array((2, 3, head_dim // 2), F32)
+    bias = array((KV_HEADS, group + 2, head_dim), BF16)
+
+    def call(qkv, k, v, cos, sin, start, bias, backend):
+        return rope_and_cache(qkv, k, v, cos, sin, start, bias=bias, backend=backend)
+
+    check(compile_op(call, qkv, cache, cache, table, table, array((2,)), bias), ["rope_and_cache"], 2)
 
 
 def test_too_much_shared_memory_fails():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import config_from_hf, init_cache
+from jaxspec.models import Decoder, config_from_hf, init_cache
 from jaxspec.models.decoder import MLP, Attention, Block, RMSNorm
 from jaxspec.models.rope import rope_tables
 from jaxspec.types import Collect
@@ -128,7 +128,8 @@ def test_modules(case, pair):
         p = params["layers_1"]
         cache = init_cache(c, BATCH, 8, jnp.float32)[0]
         tables = rope_tables(c.rope, c.head_dim, jnp.broadcast_to(positions, (BATCH, 6)))
-        options = cache, jnp.zeros(BATCH, jnp.int32), tables, None, Collect()
+        start = jnp.zeros(BATCH, jnp.int32)
+        options = cache, start, start, tables, None, Collect()
         block = Block(c, 1, "xla")
         attended = block.apply({"params": p}, 0.25 * x, 0.75 * x, *options, method="attend")[:2]
         return {
@@ -179,6 +180,12 @@ def test_reduced_precision(case, dtype):
     np.testing.assert_allclose(ours, exact, atol=33 * roundoff * exact.std(), rtol=0)
     ours_error, their_error = (np.sqrt(np.mean((x - exact) ** 2)) for x in (np.asarray(ours), theirs))
     assert ours_error <= 1.25 * their_error, (ours_error, their_error)
+
+    # a decode step takes other products than a prefill does: those of few rows
+    kernels = Decoder(model.config, backend="interpret")
+    start = jnp.full(BATCH, LENGTH - 1, jnp.int32)
+    last, _ = forward(kernels, params)(tokens[:, -1:], cache, start)
+    np.testing.assert_allclose(last, exact[:, -1:], atol=33 * roundoff * exact.std(), rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama, both biases, G=7", "qwen2, G=7, tied", "qwen3"])
