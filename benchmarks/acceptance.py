@@ -11,13 +11,12 @@ text. Rows whose tokens differ from plain decoding's are counted; in float32 the
 
 import argparse
 import dataclasses
-import json
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 from acceptance_prompts import repeated_share, rows_of_text, texts_from, tiny_checkpoint
+from report import environment, save
 
 import jaxspec
 from jaxspec.benchmarking.runs import Candidate, Runs, measure_interleaved
@@ -59,29 +58,23 @@ def main() -> None:
     models = Models(model, loaded.params)
     results = {
         "schema_version": 1,
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **environment(),
         "dtype": str(models.params["embedding"].dtype),
         "beyond_documented_range": bool(args.yarn),
         "acceptance": [],
         "speed": [],
     }
 
-    def save() -> None:
-        if args.json is not None:
-            args.json.write_text(json.dumps(results, indent=1))
-
     methods = chosen_methods(args)
     if not args.no_acceptance:
         for row in measure_acceptance(models, methods, texts, args):
             results["acceptance"].append(row)
-            save()
+            save(results, args.json)
     speed_methods = {n: m for n, m in methods.items() if n in ("plain", "streaming", "quest", "vegas")}
     for batch in args.batches:
         for row in measure_speed(models, speed_methods, texts, batch, args):
             results["speed"].append(row)
-            save()
+            save(results, args.json)
 
 
 def chosen_methods(args: argparse.Namespace) -> dict:

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxspec.benchmarking.texts import stretches
 from jaxspec.checkpoint import Loaded
 from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_params
 
@@ -50,11 +51,9 @@ def texts_from(arguments: list[str], tokenizer) -> dict[str, Text]:
 def rows_of_text(text: Text, context: int, count: int) -> list[list[int]]:
     """`count` prompts of exactly `context` tokens, from evenly spaced stretches of the text."""
     inner = context - len(text.before) - len(text.after)
-    room = len(text.ids) - inner
-    if room < 0:
+    if len(text.ids) < inner:
         raise SystemExit(f"a text of {len(text.ids)} tokens is too short for {context} tokens of context")
-    starts = [room * i // max(count - 1, 1) for i in range(count)]
-    return [[*text.before, *text.ids[start : start + inner], *text.after] for start in starts]
+    return [[*text.before, *stretch, *text.after] for stretch in stretches(text.ids, inner, count)]
 
 
 def repeated_share(tokens: np.ndarray) -> float:

@@ -9,9 +9,7 @@ ceiling is the rate of a large device copy in the same run, reads and writes cou
 
 import argparse
 import functools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from report import environment, save
 
 from jaxspec.benchmarking.ceiling import copy_ceiling
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params, step_bytes
@@ -43,9 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     config = SHAPES[args.shape]
     results = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **environment(),
         "shape": args.shape,
         "ceiling_bytes_per_second": copy_ceiling(1 << (31 if args.shape != "tiny" else 22)),
         "decode": [],
@@ -71,12 +68,6 @@ def main() -> None:
         results["prefill"].append(row)
         print(f"prefill B={batch:<3} {tokens} tokens  {row['seconds'] * 1e3:8.1f} ms", flush=True)
     save(results, args.json)
-
-
-def save(results: dict, path: Path | None) -> None:
-    """Writes the results so far."""
-    if path is not None:
-        path.write_text(json.dumps(results, indent=1))
 
 
 def time_decode(models: Models, batch: int, context: int, steps: int, profile: Path | None) -> dict:

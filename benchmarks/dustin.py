@@ -12,53 +12,35 @@ JSON file is written after every result. Everything but plain decoding and `draf
 """
 
 import argparse
-import dataclasses
-import json
-import sys
 import time
 import traceback
 from pathlib import Path
 
 import jax
+from report import OutOfTime, Report, reason_of
 
 from jaxspec.benchmarking.ceiling import copy_ceiling
 
 PARTS = ("calibrate", "arr", "quality", "speed", "synthetic")
 
 
-@dataclasses.dataclass
-class Report:
-    """What was measured so far, and what failed."""
+class DustinReport(Report):
+    """What does not start in time is a failure too, and the others are still named."""
 
-    path: Path
-    deadline: float
-    results: dict
+    def attempt(self, label: str, function, *arguments):
+        try:
+            return super().attempt(label, function, *arguments)
+        except OutOfTime:
+            print(f"  {label}: skipped, out of time", flush=True)
+            return self.failed(f"{label}: skipped, out of time")
 
-    def add(self, part: str, **values) -> None:
-        """Appends a result of a part and writes the file."""
-        self.results.setdefault(part, []).append(values)
-        self.save()
+    def failure(self, label: str, arguments: tuple, error: BaseException) -> str:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{label}: {reason_of(error, 600)} ({where.name}, line {where.lineno})"
 
     def save(self) -> None:
-        """Writes the file."""
         self.results["seconds"] = time.time() - self.results["started"]
-        self.path.write_text(json.dumps(self.results, indent=1))
-
-    def attempt(self, label: str, function):
-        """Runs `function`; a failure is printed and recorded and returns None. Nothing starts after the deadline."""
-        if time.time() > self.deadline:
-            self.results["failures"].append(f"{label}: skipped, out of time")
-            print(f"  {label}: skipped, out of time", flush=True)
-            return None
-        try:
-            return function()
-        except (Exception, SystemExit) as error:
-            text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")[:600]
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self.results["failures"].append(f"{label}: {text} ({where.name}, line {where.lineno})")
-            print(f"  {label} failed: {text}", flush=True)
-            self.save()
-            return None
+        super().save()
 
 
 def main() -> None:
@@ -68,18 +50,11 @@ def main() -> None:
     if args.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", args.compilation_cache)
     started = time.time()
-    head = {
-        "schema_version": 1,
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "started": started,
-        "ceiling_bytes_per_second": copy_ceiling(1 << (31 if jax.default_backend() == "gpu" else 22)),
-        "lossy": "all methods but plain and draft-model",
-        "failures": [],
-    }
-    report = Report(args.folder / f"dustin_{args.name or '_'.join(args.parts)}.json", started + args.limit, head)
-    print(f"copy ceiling {head['ceiling_bytes_per_second'] / 1e12:.2f} TB/s", flush=True)
+    path = args.folder / f"dustin_{args.name or '_'.join(args.parts)}.json"
+    report = DustinReport(path, args.limit, started=started, lossy="all methods but plain and draft-model")
+    ceiling = copy_ceiling(1 << (31 if jax.default_backend() == "gpu" else 22))
+    report.results["ceiling_bytes_per_second"] = ceiling
+    print(f"copy ceiling {ceiling / 1e12:.2f} TB/s", flush=True)
     real = [part for part in args.parts if part != "synthetic"]
     if real:
         from dustin_quality import Study
@@ -95,7 +70,7 @@ def main() -> None:
         print(f"synthetic ({time.time() - started:.0f} s)", flush=True)
         report.attempt("synthetic", lambda: synthetic(args, report))
     report.save()
-    print(f"{time.time() - started:.0f} s, {len(head['failures'])} failures", flush=True)
+    print(f"{time.time() - started:.0f} s, {len(report.results['failures'])} failures", flush=True)
 
 
 def arguments() -> argparse.Namespace:

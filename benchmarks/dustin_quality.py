@@ -83,7 +83,7 @@ class Study:
                 )  # fmt: skip
                 best = np.sort(np.ravel(record["scores"]))[::-1][:4].round(2).tolist()
                 print(f"  {name}: {record['answered']} of {len(record['recall'])} answered, best {best}", flush=True)
-                self.report.add("heads", model=name, answered=record["answered"], best=best)
+                self.report.add("heads", {"model": name, "answered": record["answered"], "best": best})
                 scores.append(np.array(record["scores"]))
         # as many rows of the same lengths as are measured later, which then need no other program
         stream = [token for ids in self.calibration for token in ids]
@@ -98,7 +98,7 @@ class Study:
             **({"sinks": 2, "window": 4} if args.tiny else {}),
         )  # fmt: skip
         record = read_record(self.config_path, DUSTIN)
-        self.report.add("configuration", **{k: record[k] for k in ("target_heads", "draft_heads", "splits", "search")})
+        self.report.add("configuration", {k: record[k] for k in ("target_heads", "draft_heads", "splits", "search")})
 
     def arr(self) -> None:
         """ARR by layer, budget, signal and context on the measured texts."""
@@ -122,7 +122,8 @@ class Study:
                 mean = {signal: float(np.mean(table[signal])) for signal in SIGNALS}
                 print(f"  ARR at {context:6}, {rows_read:5} rows: "
                       + "  ".join(f"{signal} {value:.3f}" for signal, value in mean.items()), flush=True)  # fmt: skip
-                self.report.add("arr", context=context, rows=rows_read, split=split, mean=mean, by_layer=table)
+                result = {"context": context, "rows": rows_read, "split": split, "mean": mean, "by_layer": table}
+                self.report.add("arr", result)
 
     def methods(self, budget: int) -> dict:
         """The methods of `quality`, by name."""
@@ -187,8 +188,8 @@ class Study:
             }
             print(f"  {name:32} {context:6}: {result['tokens_per_round'] or 1:.2f} tokens per round, agreement "
                   f"{result['agreement']:.3f}, {result['logprob_given_up']:.3f} nats given up", flush=True)  # fmt: skip
-            self.report.add("quality", method=name, lossless=method.lossless, context=context,
-                            budget=self.args.budget, **result)  # fmt: skip
+            shared = {"method": name, "lossless": method.lossless, "context": context, "budget": self.args.budget}
+            self.report.add("quality", shared | result)
 
     def _needles(self, pair, prepared, name, method, needles) -> None:
         tokens = pair.run(name, method, prepared)["tokens"]
@@ -200,7 +201,8 @@ class Study:
                 needles[i].recall(tokens[i, : 4 + len(needles[i].payload)].tolist()) == 1 for i in range(at, at + 10)
             ]
             print(f"  {name:32} {context:6}: {sum(answered)} of 10 needles", flush=True)
-            self.report.add("needles", method=name, context=context, budget=self.args.budget, answered=answered)
+            shared = {"method": name, "context": context, "budget": self.args.budget}
+            self.report.add("needles", {**shared, "answered": answered})
 
     def speed(self) -> None:
         """Tokens per second at the longest context that fits, by batch; phases of some."""
@@ -250,10 +252,10 @@ class Study:
                 f"{result['tokens_per_round'] or 1:.2f} tokens per round of {result['milliseconds_per_round']:.2f} ms, "
             )
             print(line + f"agreement {result['agreement']:.3f}", flush=True)
-            self.report.add("speed", method=name, lossless=methods[name].lossless, batch=batch, context=context,
-                            budget=args.budget, **result)  # fmt: skip
+            shared = {"method": name, "lossless": methods[name].lossless, "batch": batch, "context": context}
+            self.report.add("speed", {**shared, "budget": args.budget, **result})
         for name in pair.phase_programs:
             rounds = max((args.new_tokens - 1) // (args.num_draft + 1), 3)
             phases = pair.phases(name, methods[name], prepared, rounds)
             print(f"  {name}: " + json.dumps(phases), flush=True)
-            self.report.add("phases", method=name, batch=batch, context=context, milliseconds=phases)
+            self.report.add("phases", {"method": name, "batch": batch, "context": context, "milliseconds": phases})

@@ -69,9 +69,9 @@ def _batch(args, report, models: Models, method: Dustin, batch: int) -> None:
         print(
             f"  batch {batch} at {context}: " + "  ".join(f"{k} {v:.3f}" for k, v in (ms | derived).items()), flush=True
         )
-        report.add("synthetic", batch=batch, context=context, budget=args.budget, num_draft=args.num_draft,
-                   label="random weights; speed-ups follow from an assumed number of tokens per round",
-                   milliseconds=ms, **derived)  # fmt: skip
+        label = "random weights; speed-ups follow from an assumed number of tokens per round"
+        shared = {"batch": batch, "context": context, "budget": args.budget, "num_draft": args.num_draft}
+        report.add("synthetic", {**shared, "label": label, "milliseconds": ms, **derived})
 
 
 class Bench:
@@ -244,8 +244,8 @@ def _attention(args, report, config: ModelConfig) -> None:
         ratio = seconds["full"] / seconds["sparse"]
         us = {key: value * 1e6 for key, value in seconds.items()}
         print(f"  attention {name}: full {us['full']:.1f} us, sparse {us['sparse']:.1f} us, {ratio:.1f} x", flush=True)
-        report.add("attention", shape=name, batch=batch, context=context, kv_heads=kv_heads, group=group,
-                   microseconds=us, speedup=ratio)  # fmt: skip
+        shared = {"shape": name, "batch": batch, "context": context, "kv_heads": kv_heads, "group": group}
+        report.add("attention", {**shared, "microseconds": us, "speedup": ratio})
 
 
 def _full(q, k, v, *, start):

@@ -12,7 +12,6 @@ and written; the floor is the bytes an op must move at that rate, or its operati
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import kernels_dense
 import kernels_matmul
 import kernels_selection
 import kernels_sparse
+import report
 from kernels_timing import Run, copy_rates
 
 CHECKS = {"attention": kernels_checks.check, "selection": kernels_selection.check}
@@ -58,9 +58,8 @@ def main() -> None:
     print(f"jax {jax.__version__} on {device}; copy GB/s: {shown}", flush=True)
 
     def save() -> None:
-        if args.json:
-            summary = {"jax": jax.__version__, "device": device, "copy_bytes_per_s": rates}
-            args.json.write_text(json.dumps(summary | {"results": run.records, "failures": run.failures}, indent=1))
+        summary = {"jax": jax.__version__, "device": device, "copy_bytes_per_s": rates}
+        report.save(summary | {"results": run.records, "failures": run.failures}, args.json)
 
     for name, check in () if args.no_checks else CHECKS.items():
         run.attempt(f"check {name}", lambda check=check: check(run))

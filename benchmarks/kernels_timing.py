@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from report import reason_of
 
 from jaxspec.benchmarking.ceiling import copy_ceiling
 
@@ -44,7 +44,7 @@ class Run:
         try:
             return function()
         except Exception as error:
-            text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")[:300]
+            text = reason_of(error)
             print(f"  {label:46s} failed: {text}", flush=True)
             self.failures.append(f"{label}: {text}")
             return None

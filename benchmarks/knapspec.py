@@ -11,10 +11,6 @@ result. All speeds are of decoding, compile and prefill left out, planning count
 """
 
 import argparse
-import json
-import sys
-import time
-import traceback
 from pathlib import Path
 
 import jax
@@ -23,6 +19,7 @@ from knapspec_plans import correlation, rivals, share
 from knapspec_setting import forget_settings
 from knapspec_shapes import shapes
 from knapspec_table import table
+from report import OutOfTime, Report
 
 import jaxspec
 from jaxspec.methods import Models
@@ -31,50 +28,13 @@ from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_params
 PARTS = {"table": table, "rivals": rivals, "correlation": correlation, "share": share, "shapes": shapes}
 
 
-class OutOfTime(Exception):
-    """The time limit is used up."""
-
-
-class Report:
-    """Results of all parts, written after each of them; also the clock that ends the run."""
-
-    def __init__(self, path: Path | None, limit: float) -> None:
-        self._path, self._deadline = path, time.monotonic() + limit
-        self.results: dict = {
-            "schema_version": 1,
-            "command": " ".join(["python", *sys.argv]),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "failures": [],
-        }
+class KnapSpecReport(Report):
+    """Prints results as they come."""
 
     def add(self, part: str, result: dict) -> None:
-        """Records and prints a result."""
-        self.results.setdefault(part, []).append(result)
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items() if not _is_long(v)}
         print(f"{part:12}", "  ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
-        self.save()
-
-    def attempt(self, part: str, function, *arguments):
-        """Calls a function; a failure is recorded and gives None. Raises OutOfTime once the limit is over."""
-        if time.monotonic() > self._deadline:
-            raise OutOfTime
-        try:
-            return function(*arguments)
-        except OutOfTime:
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {str(error)[:500]}"
-            self.results["failures"].append({"part": part, "arguments": repr(arguments)[-200:], "error": text})
-            print(f"{part:12} FAILED: {text}", flush=True)
-            self.save()
-            return None
-
-    def save(self) -> None:
-        """Writes what there is."""
-        if self._path is not None:
-            self._path.write_text(json.dumps(self.results, indent=1, default=float) + "\n")
+        super().add(part, result)
 
 
 def _is_long(value) -> bool:
@@ -116,7 +76,7 @@ def main() -> None:
             parser.error("MODEL and at least one --text are needed for all parts but `shapes`, or --tiny")
         loaded = jaxspec.load(args.model, dtype=args.dtype)
         models, texts = Models(loaded.model, loaded.params), texts_from(args.text, loaded.tokenizer)
-    report = Report(args.json, args.limit)
+    report = KnapSpecReport(args.json, args.limit)
     if models is not None:
         report.results["dtype"] = str(models.params["embedding"].dtype)
     try:

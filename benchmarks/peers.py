@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from decode import save
-from peers_results import failure, line, print_table, reason_of
+from peers_results import failure, line, print_table
+from report import reason_of, save
 
 from jaxspec.benchmarking.shapes import SHAPES
 

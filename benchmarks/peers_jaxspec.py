@@ -13,7 +13,8 @@ import jax
 import jaxlib
 import numpy as np
 from decode import time_prefill
-from peers_results import failure, reason_of, share_of_ceiling, sizes, success
+from peers_results import failure, share_of_ceiling, sizes, success
+from report import reason_of
 
 import jaxspec
 from jaxspec.benchmarking.ceiling import copy_ceiling

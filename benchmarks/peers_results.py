@@ -1,7 +1,6 @@
 """One form of results for both sides of peers.py, and their table."""
 
 import statistics
-import traceback
 
 from jaxspec.benchmarking.shapes import step_bytes
 from jaxspec.models import ModelConfig
@@ -10,11 +9,6 @@ from jaxspec.models import ModelConfig
 def failure(library: str, method: str, case: str, reason: str) -> dict:
     """The result of what did not run."""
     return {"library": library, "method": method, "case": case, "failure": reason}
-
-
-def reason_of(error: BaseException) -> str:
-    """One line."""
-    return " ".join("".join(traceback.format_exception_only(error)).split())[:300]
 
 
 def success(

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import torch
 import transformers
-from peers_results import failure, reason_of, share_of_ceiling, sizes, success
+from peers_results import failure, share_of_ceiling, sizes, success
+from report import reason_of
 
 from convert.reference import model_of
 from jaxspec.models import ModelConfig, leaf_sources

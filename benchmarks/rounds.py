@@ -10,13 +10,13 @@ one that was measured or published, and the speed-up that follows is labelled sy
 import argparse
 import functools
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
-from decode import _profile, save
+from decode import _profile
+from report import environment, save
 
 from jaxspec.benchmarking.ceiling import copy_ceiling
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
@@ -53,9 +53,7 @@ def main() -> None:
     config = SHAPES[args.shape]
     results = {
         "schema_version": 1,
-        "command": " ".join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **environment(),
         "shape": args.shape,
         "weights": "random; acceptance is not measured",
         "ceiling_bytes_per_second": copy_ceiling(1 << (31 if args.shape != "tiny" else 22)),

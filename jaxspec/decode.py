@@ -274,7 +274,8 @@ def commit(
     read = slot <= draft.count[:, None]
     # the maximum is NaN if any logit is; an infinite one leaves no distribution either, while -inf only masks a token
     has_nan = jnp.any(~jnp.isfinite(jnp.max(out.logits, axis=-1)) & read, axis=1)
-    is_eos = jnp.any(tokens[..., None] == request.eos_ids, axis=-1) & (slot <= proposed)
+    # slots behind the next token repeat it, so the first end lies behind it only where there is none
+    is_eos = jnp.any(tokens[..., None] == request.eos_ids, axis=-1)
     stop_at = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1), g + 1)
     count = jnp.minimum(jnp.minimum(verdict.num_accepted, stop_at) + 1, max_new_tokens - state.num_tokens)
     count = jnp.where(active & ~has_nan, count, 0).astype(jnp.int32)

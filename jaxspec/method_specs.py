@@ -1,6 +1,5 @@
 """Methods as plain data: a name with options, as the command line takes them and as files keep them."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from jaxspec.calibration.records import read_record
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
+from jaxspec.method_text import options_of, parse_text
 from jaxspec.methods import Method, find_methods
 from jaxspec.models.decoder import Decoder
 
@@ -20,20 +20,7 @@ def parse_spec(text: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown method or option, or a value of the wrong type.
     """
-    name, _, rest = text.partition(":")
-    known = _options_of(name)
-    options: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
-        key, equals, value = item.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or key not in known:
-            raise ValueError(f"{text!r}: {item!r} is no option=value of {name}; options: {', '.join(sorted(known))}")
-        kind = type(known[key].default)
-        try:
-            options[key] = [int(part) for part in value.split("+") if value] if kind is tuple else kind(value)
-        except ValueError:
-            form = "integers joined by +" if kind is tuple else f"a value of type {kind.__name__}"
-            raise ValueError(f"{text!r}: {key} must be {form}, got {value!r}") from None
+    name, options = parse_text(text, _method)
     return {"method": name, "options": options}
 
 
@@ -48,7 +35,8 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
     Raises:
         ValueError: an unknown method or option, a value out of range, or a draft model missing.
     """
-    chosen, known = _method(spec.get("method")), _options_of(spec.get("method"))
+    chosen = _method(spec.get("method"))
+    known = options_of(chosen)
     options = dict(spec.get("options", {}))
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -113,7 +101,3 @@ def _method(name: Any) -> type[Method]:
     if name not in methods:
         raise ValueError(f"no method {name!r}; there are {', '.join(sorted(methods))}")
     return methods[name]
-
-
-def _options_of(name: Any) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(_method(name)) if field.metadata}

@@ -19,6 +19,24 @@ def power_of_two(n: int, at_least: int = 1) -> int:
     return max(at_least, 1 << (n - 1).bit_length())
 
 
+def attention_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Returns how an attention kernel cuts its work: rows of a tile, cache rows per step, warps and pipeline stages.
+
+    Args:
+      rows: (query, head) pairs of one kv head, a power of two.
+      width: head dim, a power of two.
+      itemsize: bytes of an element of the cache.
+    """
+    if itemsize == 4:
+        # IEEE float32 products have no tensor-core path; both operands then sit in registers, and larger tiles spill.
+        return (min(rows, 32), 32, 4, 2) if width <= 64 else (16, 16, 4 if width <= 128 else 8, 2)
+    if width > 128:
+        # Two warp groups share the columns of 64 rows: the output of more does not fit the registers.
+        return min(rows, 64), 64, 8 if rows >= 32 else 4, 2
+    # Two warp groups of 64 rows each, or one.
+    return (rows, 64, 4, 3) if rows <= 64 else (128, 64, 8, 3)
+
+
 def resident_programs(tile_bytes: int, most: int = 2) -> int:
     """Returns how many programs run at once, each with `tile_bytes` of pipelined tiles in shared memory."""
     return MULTIPROCESSORS * max(1, min(most, SHARED_MEMORY // (tile_bytes + OTHER_SHARED_MEMORY)))

@@ -56,12 +56,12 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     if args.model is not None and (args.acceptance is not None or args.layers is not None):
         raise ValueError("--acceptance and --layers belong to --shape: a real model has its own")
-    from jaxspec.benchmarking.shapes import SHAPES
+    from jaxspec.benchmarking.shapes import OFFERED, SHAPES
     from jaxspec.method_specs import parse_spec
 
     specs = [parse_spec(text) for text in args.methods]
     if args.shape is not None and args.shape not in SHAPES:
-        raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {args.shape!r}")
+        raise ValueError(f"--shape must be one of {', '.join(OFFERED)}, got {args.shape!r}")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:
         raise ValueError(f"--acceptance must lie in 0..1, got {args.acceptance}")
     if args.shape is not None and args.acceptance is None and any(spec["method"] != "plain" for spec in specs):

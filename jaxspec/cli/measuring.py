@@ -80,10 +80,10 @@ def load_drafts(args: argparse.Namespace, specs: list[dict[str, Any]]) -> Source
     if drafted and args.draft is None:
         raise ValueError(f"{drafted[0]} needs --draft MODEL")
     if getattr(args, "shape", None):
-        from jaxspec.benchmarking.shapes import SHAPES
+        from jaxspec.benchmarking.shapes import OFFERED, SHAPES
 
         if args.draft is not None and args.draft not in SHAPES:
-            raise ValueError(f"--draft must be one of {', '.join(SHAPES)} with --shape, got {args.draft!r}")
+            raise ValueError(f"--draft must be one of {', '.join(OFFERED)} with --shape, got {args.draft!r}")
         return Sources()
     dtype = default_dtype(args.dtype)
     target = load(args.model, dtype=dtype)

@@ -9,6 +9,7 @@ from jaxspec.checkpoint import Loaded, load
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
 from jaxspec.method_specs import load_method, read_tuned
+from jaxspec.method_text import options_of
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
 
@@ -95,7 +96,7 @@ def _configured(methods: dict[str, type[Method]]) -> set[str]:
 
 def option_values(method: Method) -> dict[str, Any]:
     """The values of a method's options, for records."""
-    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.metadata}
+    values = {name: getattr(method, name) for name in options_of(type(method))}
     return {name: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for name, v in values.items()}
 
 
@@ -103,9 +104,8 @@ def _options(methods: dict[str, type[Method]]) -> dict[str, dict[str, dataclasse
     """Flag -> method name -> field."""
     options: dict[str, dict[str, dataclasses.Field]] = {}
     for name, method in sorted(methods.items()):
-        for field in dataclasses.fields(method):
-            if field.metadata:
-                options.setdefault("--" + field.name.replace("_", "-"), {})[name] = field
+        for option, field in options_of(method).items():
+            options.setdefault("--" + option.replace("_", "-"), {})[name] = field
     return options
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.drafting import self_draft
+from jaxspec.method_text import parse_text
 from jaxspec.methods.base import Method, Models, draft_sampling_option, option
 from jaxspec.methods.quest import Quest
 from jaxspec.methods.streaming import Streaming
@@ -211,20 +212,14 @@ def read_selection(text: str) -> Method:
     Raises:
         ValueError: another name, an option that the method does not have, or a value outside its range.
     """
-    name, _, rest = text.partition(":")
+    name, options = parse_text(text, _selection_named)
+    return SELECTIONS[name](**options)
+
+
+def _selection_named(name: str) -> type[Method]:
     if name not in SELECTIONS:
         raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {name!r}")
-    known = {field.name: type(field.default) for field in fields(SELECTIONS[name]) if field.metadata}
-    options = {}
-    for part in filter(None, rest.split(",")):
-        key, _, value = part.partition("=")
-        if key not in known:
-            raise ValueError(f"selection {name} has the options {', '.join(known)}, got {key!r}")
-        try:
-            options[key] = known[key](value)
-        except ValueError:
-            raise ValueError(f"selection {name}: {key} must be a {known[key].__name__}, got {value!r}") from None
-    return SELECTIONS[name](**options)
+    return SELECTIONS[name]
 
 
 def traced_plan(plan: Plan, selection: Any) -> TracedPlan:

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.tiling import ceil_div, choose_splits, power_of_two, resident_programs
+from pallas_kernels.tiling import attention_tile, ceil_div, choose_splits, power_of_two, resident_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +37,9 @@ def choose_block_sizes(
 ) -> BlockSizes:
     """Returns the block sizes for q [B,T,K*G,H] over a cache [B,S,K,H]."""
     width = power_of_two(head_dim, 16)
-    packed = power_of_two(num_rows * group, 16)
     itemsize = jnp.dtype(dtype).itemsize
-    if itemsize == 4:
-        # IEEE float32 products have no tensor-core path; both operands then sit in registers, and larger tiles spill.
-        rows, block_s, num_warps = (min(packed, 32), 32, 4) if width <= 64 else (16, 16, 4 if width <= 128 else 8)
-        num_stages = 2
-    elif width > 128:
-        # Two warp groups share the columns of 64 rows: the output of more does not fit the registers.
-        rows, block_s, num_warps, num_stages = min(packed, 64), 64, 8 if packed >= 32 else 4, 2
-    elif packed <= 64:
-        rows, block_s, num_warps, num_stages = packed, 64, 4, 3
-    else:
-        # Two warp groups of 64 rows each.
-        rows, block_s, num_warps, num_stages = 128, 64, 8, 3
+    packed = power_of_two(num_rows * group, 16)
+    rows, block_s, num_warps, num_stages = attention_tile(packed, width, itemsize)
     programs = batch * kv_heads * ceil_div(num_rows * group, rows)
     resident = resident_programs(2 * num_stages * block_s * width * itemsize)
     num_splits = choose_splits(programs, ceil_div(capacity, block_s), resident)

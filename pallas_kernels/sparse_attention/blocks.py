@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.tiling import ceil_div, choose_splits, power_of_two, resident_programs
+from pallas_kernels.tiling import attention_tile, ceil_div, choose_splits, power_of_two, resident_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +33,9 @@ def choose_block_sizes(
 ) -> BlockSizes:
     """Returns the block sizes for q [B,T,K*G,H], `listed` rows and a recent window."""
     width = power_of_two(head_dim, 16)
-    packed = power_of_two(num_rows * group, 16)
     itemsize = jnp.dtype(dtype).itemsize
-    if itemsize == 4:
-        # IEEE float32 products have no tensor-core path; both operands then sit in registers, and larger tiles spill.
-        rows, block_m, num_warps = (min(packed, 32), 32, 4) if width <= 64 else (16, 16, 4 if width <= 128 else 8)
-        num_stages = 2
-    elif width > 128:
-        # Two warp groups share the columns of 64 rows: the output of more does not fit the registers.
-        rows, block_m, num_warps, num_stages = min(packed, 64), 64, 8 if packed >= 32 else 4, 2
-    else:
-        rows, block_m, num_stages = min(packed, 128), 64, 3
-        num_warps = 8 if rows == 128 else 4
+    packed = power_of_two(num_rows * group, 16)
+    rows, block_m, num_warps, num_stages = attention_tile(packed, width, itemsize)
     programs = batch * kv_heads * ceil_div(num_rows * group, rows)
     resident = resident_programs(2 * num_stages * block_m * width * itemsize)
     steps = ceil_div(listed + window, block_m)

@@ -170,7 +170,7 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     ("args", "message"),
     [
         (["bench", "--shape", "tiny"], "give --acceptance"),
-        (["bench", "--shape", "gpt-5", "--methods", "plain"], "--shape must be one of"),
+        (["bench", "--shape", "gpt-5", "--methods", "plain"], "qwen3-32b, got 'gpt-5'"),
         (["bench", "--shape", "tiny", "--methods", "vega"], "no method 'vega'; there are"),
         (["bench", "--shape", "tiny", "--methods", "vegas:depth=3"], "'depth=3' is no option=value of vegas"),
         (["bench", "--shape", "tiny", "--methods", "vegas:rho=x"], "rho must be a value of type float"),
