@@ -125,6 +125,8 @@ def test_interrupt_from_the_terminal(tiny, tmp_path):
     """SIGINT while Orbax's threads write: a clean end and no traceback."""
     script = (
         "import os, signal, sys\n"
+        # a shell that starts the tests in the background has it ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from convert import cli, writer\n"
         "original, calls = writer._build, []\n"
         "def build(*args):\n"

@@ -53,7 +53,7 @@ def test_greedy_equals_generate(name):
     assert order != sorted(order)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 50])
+@pytest.mark.parametrize("batch", [1, 50])
 def test_any_batch(batch):
     case = make_case("vegas", layers=1)
     check(many(case, batch=batch), expected(case))
