@@ -69,6 +69,10 @@ def _run(args: argparse.Namespace) -> int:
         f"{args.dst}: {report.model_type}, {report.num_parameters:,} parameters in {report.num_leaves} leaves, "
         f"{report.dtype}, {report.seconds:.1f} s"
     )
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json"}.intersection(report.tokenizer):
+        print(
+            f"jaxspec-convert: note: {args.src} has no tokenizer; the checkpoint takes token ids only", file=sys.stderr
+        )
     return 0
 
 

@@ -53,5 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def entry() -> NoReturn:
+    """`main` as a program of its own."""
+    code = main()
+    if code == 130:
+        # threads of an interrupted compilation go on, and Python would fault when it took itself down around them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__

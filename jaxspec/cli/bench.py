@@ -116,6 +116,11 @@ def _extrapolated(shallow: dict[str, Any], deep: dict[str, Any], layers: int, wh
     def line(name: str) -> Any:
         return shallow[name] + (deep[name] - shallow[name]) / layers * (whole - layers)
 
+    if deep["milliseconds_per_round"] <= shallow["milliseconds_per_round"]:
+        raise ValueError(
+            f"--layers {layers}: {2 * layers} layers of {deep['method']} were no slower than {layers}, so that nothing "
+            "can be extrapolated; give more --layers, --repeats or --new-tokens"
+        )
     milliseconds = line("milliseconds_per_round")
     faster = deep["milliseconds_per_round"] / milliseconds
     result = {**deep, "milliseconds_per_round": milliseconds, "extrapolated_from_layers": [layers, 2 * layers]}

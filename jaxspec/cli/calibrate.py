@@ -173,6 +173,8 @@ def _prompts(args: argparse.Namespace, texts: list[list[int]], limit: int) -> li
     """A prompt per text and context length, from the middle of texts that are long enough."""
     room = limit - (args.rounds + 1) * (args.num_draft + 1) - 2
     contexts = args.contexts or [n for n in CONTEXTS if n <= room]
+    if not contexts:
+        raise ValueError(f"--contexts must be given: these models have room for {room} tokens only")
     if max(contexts) > room:
         raise ValueError(f"--contexts must be at most {room} tokens with these models, got {max(contexts)}")
     prompts = []

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxspec.planning.measure import Measurement
 
 CONTEXTS = (1024, 4096, 16384, 32768)
+# a larger error than this is no property of the device
+POOR_FIT = 0.25
 
 
 def add_command(commands: Any) -> None:
@@ -80,6 +82,12 @@ def _profile(args: argparse.Namespace) -> int:
         print(json.dumps(profile_record(measured.profile, details)))
     else:
         print(table(measured))
+    if max(measured.fit_error, measured.plain_error) > POOR_FIT:
+        print(
+            f"jaxspec: warning: the model misses what was measured by up to {measured.fit_error:.0%} (attention) and "
+            f"{measured.plain_error:.0%} (plain steps); measure again on an idle device or with more --repeats",
+            file=sys.stderr,
+        )
     if args.out is not None:
         save_profile(args.out, measured.profile, details)
     if args.plot is not None:

@@ -125,6 +125,16 @@ def test_bench_of_a_shape_says_that_it_is_synthetic(capsys, tmp_path):
     assert streaming["program_bytes"] > 0
 
 
+def test_a_deeper_program_that_is_no_slower_is_not_extrapolated():
+    from jaxspec.cli.bench import _extrapolated
+
+    shared = {"method": "plain", "tokens_per_second": 1.0, "tokens_per_second_all_running": 1.0, "program_bytes": None}
+    shallow, deep = ({**shared, "milliseconds_per_round": milliseconds} for milliseconds in (2.0, 3.0))
+    assert _extrapolated(shallow, deep, 1, 4)["milliseconds_per_round"] == 5.0
+    with pytest.raises(ValueError, match="2 layers of plain were no slower than 1"):
+        _extrapolated(deep, shallow, 1, 4)
+
+
 def test_bench_of_a_method_that_replans_has_no_rate_of_all_rows(capsys, tmp_path, checkpoint, text):
     out = tmp_path / "bench.json"
     shared = ["--context", 100, "--new-tokens", 6, "--repeats", 1, "--json", out]

@@ -152,3 +152,14 @@ def test_module_entry_point(tmp_path):
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "the hub cannot be reached; download the repository" in done.stderr
+
+
+@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
+def test_a_model_without_a_tokenizer_is_noted(left, tiny, tmp_path, capsys):
+    directory = tmp_path / "model"
+    shutil.copytree(tiny("llama")[0], directory)
+    for path in directory.glob("tokenizer*"):
+        if path.name not in left:
+            path.unlink()
+    assert main([str(directory), str(tmp_path / "out")]) == 0
+    assert "has no tokenizer; the checkpoint takes token ids only" in capsys.readouterr().err
