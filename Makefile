@@ -19,6 +19,8 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 
 demo: $(DEMO)/report.json
 	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)"
+	@echo "and once more, drafted by Vegas: the same text"
+	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)" --method vegas
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
