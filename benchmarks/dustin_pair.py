@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.benchmarking.runs import time_loop
 from jaxspec.decode import commit, decode_all, draft_tokens, prefill
 from jaxspec.dustin.verification import SparseState, SparseVerification
 from jaxspec.methods import DraftModel, Dustin, Models
@@ -132,16 +133,10 @@ class Pair:
         """One greedy run: seconds without prefill, tokens [B, new], stats; and of the rounds in which all rows were
         running their seconds, number and emitted tokens."""
         state = jax.block_until_ready(self.start(name, method, prepared))
-        seconds, parts = 0.0, []
-        for least in (self.batch, 1):
-            started = time.perf_counter()
-            state = self.loops[name](self.models, state, prepared.request, least_running=np.int32(least))
-            state = jax.block_until_ready(state)
-            seconds += time.perf_counter() - started
-            parts.append((seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted))))
+        state, seconds, part = time_loop(partial(self.loops[name], self.models), state, prepared.request)
         tokens, stats = np.asarray(state.tokens)[:, : self.new_tokens], jax.tree.map(np.asarray, state.stats)
         prepared.keep(state)
-        return {"seconds": seconds, "tokens": tokens, "stats": stats, "all_running": parts[0]}
+        return {"seconds": seconds, "tokens": tokens, "stats": stats, "all_running": part}
 
     def phases(self, name: str, method, prepared: Prefilled, num_rounds: int) -> dict:
         """Median milliseconds of a round's phases, each launched and waited for by itself."""

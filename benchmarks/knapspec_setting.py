@@ -11,6 +11,7 @@ import numpy as np
 from acceptance_prompts import rows_of_text
 
 from jaxspec import KnapSpec, Plan, Sampling, Vegas
+from jaxspec.benchmarking.runs import time_loop
 from jaxspec.decode import begin, decode_all, decode_in_segments
 from jaxspec.methods import Method, Models, Plain
 from jaxspec.methods.knapspec import traced_plan
@@ -76,7 +77,7 @@ class Setting:
             lowered.append(self._begin.lower(self.models, self.cache, self.request, method=method))
         for method in methods:
             state = self._state_shapes(method)
-            lowered.append(self._loop.lower(self.models, state, self.request, np.int32(1), method=method))
+            lowered.append(self._loop.lower(self.models, state, self.request, least_running=np.int32(1), method=method))
         for method, options in planners:
             select = partial(_selection, self.models, method=method)
             state = self._state_shapes(method)
@@ -100,16 +101,10 @@ class Setting:
             if isinstance(method, KnapSpec) and method.execution == "traced":
                 state = state.replace(method_state=traced_plan(method.plan, state.method_state))
             loop = method.with_plan(None) if getattr(method, "execution", "") == "traced" else method
-            seconds, parts = 0.0, []
-            for least in (self.batch, 1):
-                started = time.perf_counter()
-                state = self._loop(self.models, state, self.request, np.int32(least), method=loop)
-                state = jax.block_until_ready(state)
-                seconds += time.perf_counter() - started
-                parts.append((seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted))))
+            state, seconds, part = time_loop(partial(self._loop, self.models, method=loop), state, self.request)
             self.cache = state.cache
-            best = min(best or (seconds, *parts), (seconds, *parts))
-        seconds, (first, rounds, emitted), _ = best
+            best = min(best or (seconds, part), (seconds, part))
+        seconds, (first, rounds, emitted) = best
         figures = {"tokens_per_second_all_running": emitted / first, "milliseconds_per_round": 1e3 * first / rounds}
         return self._figures(state, seconds) | figures
 

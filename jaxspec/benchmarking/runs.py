@@ -19,7 +19,7 @@ from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
-from jaxspec.types import Finish, KVCache, Params, Stats
+from jaxspec.types import DecodeState, Finish, KVCache, Params, Stats
 
 
 class Part(NamedTuple):
@@ -107,18 +107,11 @@ class Runs:
         first, rest = self._programs.get(method) or self._compile(models, method)
         state = jax.block_until_ready(first(models, self.cache, self.request))
         part = None
-        started = time.perf_counter()
         if rest is None:
             state, run = decode_in_segments(models, self.request, method, self.new_tokens, state=state)
             seconds = run.decode_seconds + run.replan_seconds
         else:
-            state = jax.block_until_ready(rest(models, state, self.request, least_running=np.int32(self.batch)))
-            seconds = time.perf_counter() - started
-            part = Part(seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted)))
-            if np.any(np.asarray(state.finish) == Finish.RUNNING):
-                started = time.perf_counter()
-                state = jax.block_until_ready(rest(models, state, self.request, least_running=np.int32(1)))
-                seconds += time.perf_counter() - started
+            state, seconds, part = time_loop(partial(rest, models), state, self.request)
         self.cache = state.cache
         stats = jax.tree.map(np.asarray, state.stats)
         tokens = np.asarray(state.tokens)[:, : self.new_tokens]
@@ -163,6 +156,30 @@ class Runs:
             rest = loop.lower(models, state, self.request, least_running=np.int32(1)).compile()
         self._programs[method] = first, rest
         return first, rest
+
+
+def time_loop(
+    loop: Callable[..., DecodeState], state: DecodeState, request: Request
+) -> tuple[DecodeState, float, Part]:
+    """Decodes until every row has ended, and times the rounds before the first row has apart.
+
+    Args:
+        loop: (state, request, least_running=) -> state, compiled; see `decode_all`. The state's buffers are given up.
+        state: after the prefill, with every row running.
+        request: the request.
+
+    Returns:
+        The last state, the seconds of all rounds, and the rounds in which all rows were running.
+    """
+    started = time.perf_counter()
+    state = jax.block_until_ready(loop(state, request, least_running=np.int32(request.keys.shape[0])))
+    seconds = time.perf_counter() - started
+    part = Part(seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted)))
+    if np.any(np.asarray(state.finish) == Finish.RUNNING):
+        started = time.perf_counter()
+        state = jax.block_until_ready(loop(state, request, least_running=np.int32(1)))
+        seconds += time.perf_counter() - started
+    return state, seconds, part
 
 
 def measure_interleaved(
