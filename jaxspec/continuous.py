@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.decode import decode_all, is_traced, prefill
+from jaxspec.decode import decode_all, is_traced, run_prefill
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models.decoder import Decoder
@@ -44,8 +44,9 @@ def generate_many(
 
     A fixed batch runs until its slowest row has ended, which under speculation is long after the mean. Here the row of
     an ended prompt is given to the next one: it is prefilled alone, then decoded with the others. The token ids of each
-    prompt are those that `generate` returns for it with `fold_in(key, index)`. Methods that replan do so once per
-    prompt, on the device. Driven from the host, so not under jit.
+    prompt are those that `generate` returns for it with `fold_in(key, index)`, unless the method does something for the
+    whole batch that changes them, as the refreshes of Dustin do. A method that replans keeps the plan that it made on
+    the device for the first `batch` prompts. Driven from the host, so not under jit.
 
     Args:
         model: the target model.
@@ -93,7 +94,7 @@ def _completions(
     count = request.keys.shape[0]
     rows: list[int | None] = list(range(batch))
     static = {"method": method, "max_new_tokens": max_new_tokens}
-    state = _prefill(models, _rows_of(request, rows), logprobs=logprobs, **static)
+    state = run_prefill(models, _rows_of(request, rows), logprobs=logprobs, **static)
     following = batch
     while any(row is not None for row in rows):
         running = sum(row is not None for row in rows)
@@ -107,7 +108,7 @@ def _completions(
             yield _completion(rows[place], jax.tree.map(np.asarray, _row(_small(state), place)))
             rows[place] = None
             if following < count:
-                alone = _prefill(models, _rows_of(request, [following]), logprobs=logprobs, **static)
+                alone = run_prefill(models, _rows_of(request, [following]), logprobs=logprobs, **static)
                 state = _insert(state, alone, np.int32(place)) if batch > 1 else alone
                 rows[place], following = following, following + 1
 
@@ -139,11 +140,6 @@ def _small(state: DecodeState) -> DecodeState:
 @jax.jit
 def _row(state: DecodeState, place: Array) -> DecodeState:
     return jax.tree.map(lambda x: x[place], state)
-
-
-@partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs"))
-def _prefill(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> DecodeState:
-    return prefill(models, request, method, max_new_tokens, logprobs)
 
 
 @partial(jax.jit, static_argnames=("method", "max_new_tokens"), donate_argnames="state")

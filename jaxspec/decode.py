@@ -110,7 +110,7 @@ def decode_in_segments(
     Returns:
         The last state, and the run's times and plans.
     """
-    state = _start(models, request, method, max_new_tokens, logprobs) if state is None else state
+    state = run_prefill(models, request, method, max_new_tokens, logprobs) if state is None else state
     run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method))
     try:
         while np.any(np.asarray(run.state.finish) == Finish.RUNNING):
@@ -144,7 +144,10 @@ def _segment(
 
 
 @partial(jax.jit, static_argnames=("method", "max_new_tokens", "logprobs"))
-def _start(models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool) -> DecodeState:
+def run_prefill(
+    models: Models, request: Request, method: Method, max_new_tokens: int, logprobs: bool = False
+) -> DecodeState:
+    """`prefill` as a program of its own."""
     return prefill(models, request, method, max_new_tokens, logprobs)
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.acceptance import acceptance
-from jaxspec.decode import prefill
+from jaxspec.decode import run_prefill
 from jaxspec.drafting import ForcedDraws
 from jaxspec.methods.base import Method, Models
 from jaxspec.models.decoder import init_cache
-from jaxspec.requests import Request, check_request
+from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling, to_probs
 from jaxspec.types import Array, DecodeState, Verdict
 
@@ -98,11 +98,6 @@ def _full_forward(models: Models, tokens: Array) -> Array:
     return models.forward(tokens, cache, jnp.int32(0)).logits
 
 
-@partial(jax.jit, static_argnames=("method", "max_new_tokens"))
-def _prefill(models: Models, request: Request, method: Method, max_new_tokens: int) -> DecodeState:
-    return prefill(models, request, method, max_new_tokens)
-
-
 def _start(
     models: Models, method: Method, prompt: list[int], first: int, sampling: Sampling, rows: int, max_new_tokens: int
 ) -> DecodeState:
@@ -118,7 +113,7 @@ def _start(
         0,
         models.draft_params,
     )
-    state = _prefill(models, request, method, max_new_tokens)
+    state = run_prefill(models, request, method, max_new_tokens)
     return state.replace(tokens=state.tokens.at[:, 0].set(first), last_token=jnp.full(rows, first, jnp.int32))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.calibration.search import HeadSet, Trace
-from jaxspec.decode import commit, draft_tokens, prefill
+from jaxspec.decode import commit, draft_tokens, run_prefill
 from jaxspec.methods.base import Method, Models
 from jaxspec.methods.draft_model import DraftModel, DraftModelState
 from jaxspec.models.decoder import Decoder
@@ -109,17 +109,12 @@ def collect_traces(
     request = check_request(
         models.target, padded, lengths, jax.random.key(0), method, Sampling(), most, (), 0, models.draft_params
     )
-    state = _prefill(models, request, method, most)
+    state = run_prefill(models, request, method, most)
     for _ in range(rounds):
         length = np.asarray(state.length)
         state, *measured = _round(models, state, request, method, most, tuple(target), tuple(draft))
         weights, history, ahead = map(np.asarray, measured)
         yield [Trace(weights[:, b, :n], history[:, b, :n], ahead[:, b, :n]) for b, n in enumerate(length.tolist())]
-
-
-@partial(jax.jit, static_argnames=("method", "most"))
-def _prefill(models: Models, request: Request, method: Method, most: int) -> DecodeState:
-    return prefill(models, request, method, most)
 
 
 @partial(jax.jit, static_argnames=("method", "most", "target", "draft"), donate_argnames="state")
