@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.base import Models
-from jaxspec.models.decoder import Attention, Block, RMSNorm, add_update
+from jaxspec.models.layers import Attention, Block, RMSNorm, add_update
 from jaxspec.models.rope import rope_tables
 from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerCache
 from pallas_kernels import rope_and_cache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import Decoder, config_from_hf, init_cache
-from jaxspec.models.decoder import MLP, Attention, Block, RMSNorm
+from jaxspec.models.layers import MLP, Attention, Block, RMSNorm
 from jaxspec.models.rope import rope_tables
 from jaxspec.types import Collect
 from tests import reference
