@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from kernels_timing import Run, loop, num_sets, random, same, torch_time
 
-from pallas_kernels.row_selection import reference, triton
+from pallas_kernels.row_selection import keys, reference, triton
 from pallas_kernels.row_selection.blocks import BlockSizes, choose_block_sizes
 
 # R, S, width
 CHECKS = [(5, 1000, 300), (3, 63, 63)]
 CHECKS_FULL = [(36, 131072, 9176), (448, 32768, 1639), (16, 32768, 512), (28, 4096, 287), (3, 131071, 131071)]
-RESIDENT = BlockSizes(True, 0, 0)
-DESIGNS = (RESIDENT, BlockSizes(False, 4096, 4))
+CHECKS_FULL += [(5, 32761, 32761), (2, 1 << 20, 50000)]
 BF16, F32 = jnp.bfloat16, jnp.float32
 # R, S, k, dtype
 CASES = (
@@ -33,13 +31,17 @@ CASES = (
 TINY_CASES = ((3, 512, 20, BF16),)
 
 
-def sized(design: BlockSizes, size: int, num_warps: int | None = None) -> BlockSizes | None:
-    """A resident design with a tile as large as the row, or None where that is too large."""
-    if not design.resident:
-        return design
+def designs(size: int, dtype) -> list[BlockSizes]:
+    """Every design, in a few cuts each, that takes rows of this size and dtype."""
     tile = max(256, 1 << (size - 1).bit_length())
-    warps = num_warps or max(1, min(16, tile // 1024))
-    return dataclasses.replace(design, tile=tile, num_warps=warps) if tile <= 32768 else None
+    found = []
+    if tile <= keys.MAX_TILE:
+        found += [BlockSizes("resident", tile, max(1, min(warps, tile // 1024))) for warps in (16, 8, 32)]
+        found += [BlockSizes("gather", tile, min(warps, tile // 256)) for warps in (16, 8, 32)]
+    found += [BlockSizes("spread", 4096, 4), BlockSizes("spread", 8192, 8), BlockSizes("spread", 2048, 2)]
+    found += [BlockSizes("radix", 8192, 8), BlockSizes("radix", 4096, 8), BlockSizes("radix", 16384, 8)]
+    unavailable = triton.unavailable() if dtype == BF16 else {"gather", "radix"}
+    return [blocks for blocks in dict.fromkeys(found) if blocks.design not in unavailable]
 
 
 def scores_of(kind: str, num_rows: int, size: int, dtype) -> jax.Array:
@@ -57,7 +59,7 @@ def scores_of(kind: str, num_rows: int, size: int, dtype) -> jax.Array:
 
 
 def check(run: Run) -> None:
-    """Against the stable sort, both designs, with ties and special values; poisoned past the length."""
+    """Against the stable sort, every design, with ties and special values; poisoned past the length."""
     cases = [
         (*case, dtype)
         for case in (CHECKS if run.tiny else CHECKS + CHECKS_FULL)
@@ -72,17 +74,19 @@ def check_one(run: Run, num_rows: int, size: int, width: int, dtype) -> None:
     length = jnp.asarray(generator.integers(-1, size + 2, num_rows), jnp.int32).at[0].set(size)
     past = jnp.arange(size) >= length[:, None]
     truth = jax.jit(functools.partial(reference.row_selection, width=width))
-    designs = [blocks for design in DESIGNS if (blocks := sized(design, size))]
+    # One cut of each, and what is chosen.
+    checked = {blocks.design: blocks for blocks in reversed(designs(size, dtype))}
+    checked = [*checked.values(), choose_block_sizes(num_rows, size, dtype, triton.unavailable())]
     calls = [
         jax.jit(functools.partial(triton.row_selection, width=width, blocks=blocks, interpret=run.tiny))
-        for blocks in designs
+        for blocks in checked
     ]
     for kind in ("weights", "special", "constant"):
         scores = scores_of(kind, num_rows, size, dtype)
         want = truth(scores, length, k)
         wrong = [
             f"{blocks} {poison}"
-            for blocks, call in zip(designs, calls, strict=True)
+            for blocks, call in zip(checked, calls, strict=True)
             for poison in (jnp.nan, jnp.inf)
             if not same(call(jnp.where(past, poison, scores).astype(dtype), length, k), want)
         ]
@@ -118,18 +122,10 @@ def time_selection(run: Run, num_rows: int, size: int, count: int, dtype) -> Non
 
         return loop(step, k, sets, nbytes)
 
-    chosen = choose_block_sizes(num_rows, size, dtype)
+    chosen = choose_block_sizes(num_rows, size, dtype, triton.unavailable())
     report(f"ours {chosen}", lambda: ours(chosen))
-    candidates = [
-        sized(RESIDENT, size),
-        sized(RESIDENT, size, 8 if size <= 16384 else 32),
-        BlockSizes(False, 4096, 4),
-        BlockSizes(False, 8192, 8),
-        BlockSizes(False, 8192, 4, depth=8),
-        BlockSizes(False, 2048, 2),
-    ]
-    for blocks in dict.fromkeys(candidates) if run.candidates else ():
-        if blocks is not None and blocks != chosen:
+    for blocks in designs(size, dtype) if run.candidates else ():
+        if blocks != chosen:
             report(f"  {blocks}".replace("BlockSizes", ""), lambda b=blocks: ours(b))
 
     def top_k():

@@ -29,6 +29,15 @@ def resolve(backend: str | None) -> str:
     return backend
 
 
+def compares_bfloat16_pairs() -> bool:
+    """Returns whether the GPU compares two bfloat16 numbers in an instruction: from compute capability 9.0 (Hopper) on.
+
+    True without a GPU, where programs are compiled for one at most.
+    """
+    device = jax.devices()[0]
+    return device.platform != "gpu" or float(device.compute_capability) >= 9
+
+
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
     """Makes `backend` the default inside the block.

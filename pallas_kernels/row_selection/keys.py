@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,23 @@ def load(scores_ref: Any, row: jax.Array, index: jax.Array, length: jax.Array) -
 def count(condition: jax.Array) -> jax.Array:
     """How many elements of `condition` hold, int32 []."""
     return jnp.sum(condition.astype(jnp.int32))
+
+
+def search(reaching: Callable[[jax.Array], jax.Array], wanted: jax.Array, dtype: jnp.dtype) -> Cut:
+    """Finds the `wanted`-th largest key bit by bit; `reaching(key)` is how many keys are at least `key`, int32 []."""
+    bits = key_bits(dtype)
+
+    def step(i, state):
+        low, above = state
+        candidate = low + (jnp.int32(1) << (bits - 1 - i))
+        reach = reaching(candidate)
+        enough = reach >= wanted
+        # A candidate that too few keys reach is the upper end of what is left to search.
+        return jnp.where(enough, candidate, low), jnp.where(enough, above, reach)
+
+    state = jnp.int32(lowest(dtype)), jnp.int32(0)
+    threshold, above = jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits), step, state)
+    return Cut(threshold, wanted - above)
 
 
 def places(

@@ -13,22 +13,6 @@ from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
 
 
-def _threshold(key: jax.Array, wanted: jax.Array, dtype: jnp.dtype) -> keys.Cut:
-    """The `wanted`-th largest key, and how many keys equal to it are among the `wanted` largest."""
-    bits = keys.key_bits(dtype)
-
-    def search(step, state):
-        low, above = state
-        candidate = low + (jnp.int32(1) << (bits - 1 - step))
-        reach = keys.count(key >= candidate)
-        enough = reach >= wanted
-        return jnp.where(enough, candidate, low), jnp.where(enough, above, reach)
-
-    state = jnp.int32(keys.lowest(dtype)), jnp.int32(0)
-    threshold, above = jax.lax.fori_loop(jnp.int32(0), jnp.int32(bits), search, state)
-    return keys.Cut(threshold, wanted - above)
-
-
 def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: BlockSizes) -> None:
     """scores [R,S]; length, k [R] -> rows [R,W], count [R]."""
     size, width = scores_ref.shape[1], rows_ref.shape[1]
@@ -37,7 +21,7 @@ def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: Block
     key = keys.load(scores_ref, row, jnp.arange(blocks.tile, dtype=jnp.int32), length)
     eligible = keys.count(key > keys.lowest(scores_ref.dtype))
     wanted = jnp.clip(jnp.minimum(k_ref[row], eligible), 0, width)
-    cut = _threshold(key, wanted, scores_ref.dtype)
+    cut = keys.search(lambda low: keys.count(key >= low), wanted, scores_ref.dtype)
 
     # In pieces, from memory again: the counts of a whole row do not fit beside its keys.
     piece = min(blocks.tile, 256 * blocks.num_warps)

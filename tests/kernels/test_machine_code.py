@@ -147,8 +147,14 @@ def test_attention_scores(case):
 
 
 SELECTION = one_per_cut(
-    selection_blocks.choose_block_sizes, (1, 448), (63, 1000, 2000, 4096, 8192, 16384, 32768, 131072), (BF16, F32)
+    selection_blocks.choose_block_sizes,
+    (1, 448),
+    (63, 1000, 2000, 4096, 8192, 16384, 32768, 131072, 1 << 20),
+    (BF16, F32),
 )
+
+# Rows that no load of 128 bits starts at.
+SELECTION += [(448, 32761, BF16), (1, 131071, BF16)]
 
 
 @pytest.mark.parametrize("case", SELECTION, ids=str)
@@ -157,8 +163,15 @@ def test_row_selection(case):
     scores, ints = array((num_rows, size), dtype), array((num_rows,))
     blocks = selection_blocks.choose_block_sizes(*case)
     compiled = compile_op(row_selection, scores, ints, ints, width=max(1, size // 20))
-    names = ["row_selection"] if blocks.resident else ["row_selection", "row_selection_first", "row_selection_digit"]
+    others = {
+        "spread": ["row_selection_first", "row_selection_digit"],
+        "radix": ["row_selection_first", "row_selection_second"],
+    }
+    names = ["row_selection", *others.get(blocks.design, [])]
     check(compiled, names, blocks.num_warps)
+    if blocks.design == "gather":
+        # Rows share a multiprocessor, as many as make 1,024 threads.
+        assert usage(compiled)["row_selection"].registers <= REGISTER_FILE // 1024
     assert " sort(" not in compiled.as_text()
 
 

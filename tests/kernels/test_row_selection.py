@@ -1,15 +1,17 @@
 """`row_selection`: every backend and design equal to a brute-force stable sort."""
 
 import functools
+import importlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import BACKENDS, BF16, CAPACITIES, F32, KERNELS, compiled, covering
 
-from pallas_kernels import row_selection
-from pallas_kernels.row_selection import reference, triton
-from pallas_kernels.row_selection.blocks import BlockSizes
+from pallas_kernels import dispatch, row_selection
+from pallas_kernels.row_selection import histogram, reference, triton
+from pallas_kernels.row_selection.blocks import BlockSizes, choose_block_sizes
 
 KINDS = ("weights", "special", "constant", "signs")
 
@@ -26,7 +28,13 @@ def scores_of(kind, num_rows, size, dtype):
             x[generator.uniform(size=x.shape) < share] = value
     if kind == "constant":
         x[:] = 1.5
-    return x.astype(dtype)
+    x = x.astype(dtype)
+    if kind == "subnormal":
+        # of both signs, where few bits tell the magnitudes apart
+        bits = np.uint16 if dtype == BF16 else np.uint32
+        pattern = x.view(bits)
+        x = (pattern & bits(0x3F) | (pattern & bits(1 << (8 * x.dtype.itemsize - 1)))).view(x.dtype)
+    return x
 
 
 def brute_force(scores, length, k, width):
@@ -78,24 +86,109 @@ def test_reference_is_a_stable_sort(kind):
     check(scores_of(kind, 8, 100, BF16), *ragged(8, 100, 40), 40, functools.partial(reference.row_selection, width=40))
 
 
+# size, width and block sizes; the dtypes that a design knows are below
 DESIGNS = [
-    BlockSizes(True, 1024, 2),
-    BlockSizes(True, 1024, 1),
-    BlockSizes(True, 1024, 4),
-    BlockSizes(False, 256, 1),
-    BlockSizes(False, 256, 1, depth=8),
+    (1000, 300, BlockSizes("resident", 1024, 2)),
+    (1000, 300, BlockSizes("resident", 1024, 1)),
+    (1000, 300, BlockSizes("resident", 1024, 4)),
+    (1000, 300, BlockSizes("spread", 256, 1)),
+    (1000, 300, BlockSizes("spread", 256, 1, depth=8)),
+    (63, 63, BlockSizes("gather", 256, 1)),
+    (100, 40, BlockSizes("gather", 256, 1)),
+    (1000, 300, BlockSizes("gather", 1024, 4)),
+    (2048, 2048, BlockSizes("gather", 2048, 2)),
+    (63, 63, BlockSizes("radix", 256, 1)),
+    (100, 40, BlockSizes("radix", 256, 1)),
+    (1000, 300, BlockSizes("radix", 256, 1)),
+    (2048, 2048, BlockSizes("radix", 512, 2)),
 ]
+PACKED = ("gather", "radix")
 
 
 # one program per row, and several programs per row
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("blocks", DESIGNS, ids=str)
-def test_designs_agree(blocks, dtype, backend):
-    options = {"width": 300, "blocks": blocks, "interpret": backend == "interpret"}
+@pytest.mark.parametrize(
+    ("size", "width", "blocks", "dtype"),
+    [
+        pytest.param(*case, dtype, id=f"{case[2]}-{case[0]}-{jnp.dtype(dtype).name}")
+        for case in DESIGNS
+        for dtype in (F32, BF16)
+        if dtype == BF16 or case[2].design not in PACKED
+    ],
+)
+def test_designs_agree(size, width, blocks, dtype, backend):
+    options = {"width": width, "blocks": blocks, "interpret": backend == "interpret"}
     run = compiled(functools.partial(triton.row_selection, **options), backend)
-    for kind in KINDS:
-        check(scores_of(kind, 7, 1000, dtype), *ragged(7, 1000, 300), 300, run)
+    for kind in (*KINDS, "subnormal"):
+        check(scores_of(kind, 7, size, dtype), *ragged(7, size, width), width, run)
+
+
+def test_a_row_of_infinities_and_of_nan():
+    scores = np.full((4, 300), -np.inf, BF16)
+    scores[1], scores[2], scores[3] = np.inf, np.nan, -np.nan
+    scores[2, 290] = -np.inf
+    length, k = np.full(4, 300, np.int32), np.full(4, 30, np.int32)
+    for blocks in (BlockSizes("gather", 512, 2), BlockSizes("radix", 256, 1)):
+        run = compiled(functools.partial(triton.row_selection, width=40, blocks=blocks, interpret=True), "interpret")
+        check(scores, length, k, 40, run)
+
+
+# rows of the lengths and numbers that the choice of designs tells apart
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "width"),
+    [
+        (448, 32768, 1639),
+        (36, 131072, 6554),
+        (16, 32768, 512),
+        (1, 131072, 4096),
+        (5, 32761, 32761),
+        (3, 131071, 9000),
+        (2, 1 << 20, 50000),
+        (2, (1 << 20) + 8, 50000),
+    ],
+)
+def test_long_rows(num_rows, size, width, dtype):
+    generator = np.random.default_rng(1)
+    k = generator.integers(0, width + width // 4 + 2, num_rows).astype(np.int32)
+    length = generator.integers(-1, size + 9, num_rows).astype(np.int32)
+    k[0], length[0] = width, size
+    run = jax.jit(functools.partial(row_selection, width=width, backend="pallas"))
+    expected = jax.jit(functools.partial(reference.row_selection, width=width))
+    for kind in ("weights", "special", "constant"):
+        scores = scores_of(kind, num_rows, size, np.float32).astype(dtype)
+        scores[np.arange(size) >= length[:, None]] = np.inf
+        got, again, want = run(scores, length, k), run(scores, length, k), expected(scores, length, k)
+        for other in (again, want):
+            jax.tree.map(np.testing.assert_array_equal, got, other)
+
+
+def launches(size):
+    """How many kernels the chosen design takes for rows of `size` bfloat16 scores."""
+    call = functools.partial(triton.row_selection, width=40, interpret=True)
+    ints = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return str(jax.make_jaxpr(call)(jax.ShapeDtypeStruct((2, size), BF16), ints, ints)).count("pallas_call")
+
+
+def test_without_histograms_long_rows_are_spread(monkeypatch):
+    assert launches(40000) == 3
+    with monkeypatch.context() as patch:
+        # as in a release of JAX that has moved it
+        patch.delattr("jax._src.pallas.triton.lowering.register_lowering")
+        importlib.reload(histogram)
+        assert not histogram.AVAILABLE
+        assert launches(40000) == 5
+        assert launches(20000) == 1
+    importlib.reload(histogram)
+    assert launches(40000) == 3
+
+
+def test_an_older_gpu_takes_what_it_can_run(monkeypatch):
+    monkeypatch.setattr(dispatch, "compares_bfloat16_pairs", lambda: False)
+    assert launches(40000) == launches(20000) == 5
+    assert triton.unavailable() == {"gather", "radix"}
+    assert choose_block_sizes(448, 32768, BF16, triton.unavailable()).design == "resident"
 
 
 def arguments(**changes):
