@@ -6,8 +6,8 @@
 
 Each job is one of the other commands, run in a process of its own on a GPU of its own; the next one starts where a GPU
 is free. None is started that would have less than a quarter of its own time. Output goes to FOLDER/NAME.log, figures to
-FOLDER/NAME.json, and what became of every job to FOLDER/jobs.json. Compiled programs are kept in FOLDER/programs, unless
-JAX_COMPILATION_CACHE_DIR is set. Without --model, --draft or texts the jobs that need them are left out.
+FOLDER/NAME.json, and what became of every job to FOLDER/jobs.json. Compiled programs are kept in FOLDER/programs,
+unless JAX_COMPILATION_CACHE_DIR is set. Without --model, --draft or texts the jobs that need them are left out.
 """
 
 import argparse
