@@ -114,9 +114,7 @@ def run_job(job: Job, gpu: int | None, deadline: float, folder: Path) -> dict:
     seconds = min(job.seconds, deadline - started)
     outcome = "not started, out of time"
     if seconds >= job.seconds / 4:
-        # jobs share what they compile, and what the compiler's measurements on the device chose
-        programs = {"JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "programs")}
-        environment = {**programs, **os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**shared_programs(folder), **os.environ, "PYTHONUNBUFFERED": "1"}
         if gpu is not None:
             environment |= {"CUDA_VISIBLE_DEVICES": str(gpu), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with (folder / f"{job.name}.log").open("w") as log:
@@ -129,6 +127,15 @@ def run_job(job: Job, gpu: int | None, deadline: float, folder: Path) -> dict:
                 outcome = "stopped, out of time"
     seconds = time.monotonic() - started
     return {"name": job.name, "outcome": outcome, "seconds": seconds, "command": job.command}
+
+
+def shared_programs(folder: Path) -> dict[str, str]:
+    """Environment in which jobs share what they compile, and what the compiler's measurements on the device chose."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "programs"),
+        # a kernel's code says where in its source it comes from, so that moved lines or folders would compile again
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    }
 
 
 def visible_gpus() -> int:
