@@ -22,8 +22,8 @@ def staged(dst: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yields a new directory beside `dst`; it becomes `dst` when the block ends without an exception.
 
     Until then an existing `dst` stays as it is, and afterwards it is gone. Every file is flushed to disk before the
-    rename. What a killed writer left behind is removed by the next writer of the same `dst`. The caller holds
-    `locked(dst)`.
+    rename. No thread may go on writing when the block ends. What a killed writer left behind is removed by the next
+    writer of the same `dst`. The caller holds `locked(dst)`.
 
     Raises:
         ConversionError: `dst` exists and `overwrite` is False.
@@ -32,14 +32,14 @@ def staged(dst: Path, *, overwrite: bool) -> Iterator[Path]:
     if os.path.lexists(dst) and not overwrite:
         raise ConversionError(f"{dst} exists; give --overwrite (overwrite=True) to replace it")
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
-    staging.mkdir()
     try:
+        staging.mkdir()
         yield staging
         _flush(staging)
+        _publish(staging, dst)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    _publish(staging, dst)
 
 
 @contextmanager

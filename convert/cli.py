@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from convert.errors import ConversionError
+from convert.program import INTERRUPTED, run_program
 
 EXAMPLE = """\
 example:
@@ -48,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail("out of memory", 2)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 130)
+        return _fail("interrupted; nothing was written", INTERRUPTED)
+
+
+def entry() -> NoReturn:
+    """`main` as a program of its own."""
+    run_program(main)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from convert.program import INTERRUPTED, run_program
 from jaxspec import __version__
 from jaxspec.cli import bench, calibrate, generate, profile, tune, verify
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         print("jaxspec: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # the reader of our output has left; what is still buffered must not be written when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,13 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """`main` as a program of its own."""
-    code = main()
-    if code == 130:
-        # threads of an interrupted compilation go on, and Python would fault when it took itself down around them
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    run_program(main)
 
 
 def _one_line(error: Exception) -> str:
