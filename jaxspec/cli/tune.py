@@ -8,7 +8,7 @@ from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
-    check_libraries,
+    check_tables,
     environment,
     load_drafts,
     open_runs,
@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    check_libraries(plot=False)
+    check_tables()
     for flag, path in (("--json", args.json), ("--out", args.out)):
         check_output(flag, path)
     if args.repeats < 1:

@@ -214,6 +214,7 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
         (["bench", "--shape", "qwen2.5-72b", "--methods", "plain", "--batch", "99999"], "GiB of cache"),
         (["bench", "--model", "x", "--acceptance", "0.5"], "belong to --shape"),
+        (["bench", "--model", "x", "--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["tune", "--model", "x", "--only", "dustin", "--out", "tuned.json"], "needs --allow-lossy"),
         (["tune", "--model", "x", "--only", "draft-model", "--out", "tuned.json"], "needs --draft MODEL"),
         (["tune", "--model", "x", "--out", "no/such/folder/tuned.json"], "not a file in an existing directory"),

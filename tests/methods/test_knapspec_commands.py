@@ -1,6 +1,7 @@
 """`jaxspec profile`, and `jaxspec generate` and `verify` with KnapSpec, on a tiny model in place of a checkpoint."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from method_cases import VOCAB, tiny_model
@@ -71,8 +72,11 @@ def test_profile_then_generate(capsys, tmp_path):
         (["--batch", "0"], "--batch must lie in 1..1024, got 0"),
         (["--max-draft", "40"], "--max-draft must lie in 1..32, got 40"),
         (["--repeats", "0"], "--repeats must lie in 1..1000"),
-        (["--contexts", "0"], "contexts must lie in 1..4085, got [0]"),
-        (["--contexts", "5000"], "contexts must lie in 1..4085, got [5000]"),
+        (["--contexts", "0", "9"], "contexts must lie in 1..4085, got [0, 9]"),
+        (["--contexts", "9", "5000"], "contexts must lie in 1..4085, got [9, 5000]"),
+        (["--contexts", "64"], "--contexts must be at least two different lengths, for a slope, got 64"),
+        (["--contexts", "64", "64"], "--contexts must be at least two different lengths, for a slope, got 64 64"),
+        (["--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["--selection", "best"], "selection must be one of quest, streaming, vegas, got 'best'"),
         (["--selection", "vegas:size=3"], "'size=3' is no option=value of vegas; options: collect, min_keep"),
         (["--selection", "vegas:rho=x"], "rho must be a value of type float, got 'x'"),
@@ -99,6 +103,23 @@ def test_wrong_flags_of_generate(capsys, flags, message):
     code, _, err = run(capsys, "generate", "--model", "m", "--prompt", "w1", "--method", "knapspec", *flags)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(("positions", "contexts"), [(3000, (1494, 2989)), (5000, (1024, 4096))])
+def test_contexts_without_any_given_make_a_slope(monkeypatch, positions, contexts):
+    class Measured(Exception):
+        pass
+
+    def measure(models, batch, contexts, **_):
+        raise Measured(*contexts)
+
+    model, params = tiny_model(2)
+    model = model.clone(config=replace(model.config, max_positions=positions))
+    monkeypatch.setattr(jaxspec, "load", lambda *_, **__: loaded(model, params, VOCAB))
+    monkeypatch.setattr("jaxspec.planning.measure.measure", measure)
+    with pytest.raises(Measured) as measured:
+        main(["profile", "--model", "m"])
+    assert measured.value.args == contexts
 
 
 def test_verify_needs_no_measurement():
