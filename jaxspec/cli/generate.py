@@ -4,6 +4,7 @@ import argparse
 import json
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,15 @@ def _generate(args: argparse.Namespace) -> int:
         finish = chunk.finish[0]
         if not args.json:
             print(chunk.text[0], end="", flush=True)
-    decode_seconds = clock.seconds() - prefill_seconds
+    decode_seconds, planning_seconds = clock.seconds() - prefill_seconds, None
+    if chunk.decode_seconds is not None:
+        decode_seconds, planning_seconds = chunk.decode_seconds, max(decode_seconds - chunk.decode_seconds, 0.0)
     figures = {
         "prompt_tokens": len(ids),
         "prompt_tokens_per_second": len(ids) / prefill_seconds,
         "new_tokens": len(tokens),
         "decode_tokens_per_second": (len(tokens) - 1) / decode_seconds if len(tokens) > 1 else None,
+        "planning_seconds": planning_seconds,
         "compile_seconds": clock.compile_seconds,
         "peak_memory_bytes": _peak_memory(jax.devices()[0]),
     }
@@ -156,7 +160,8 @@ class _Clock:
         self._start = time.perf_counter()
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
+        # what a thread compiles in the background takes none of the time
+        if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.compile_seconds += seconds
 
     def seconds(self) -> float:

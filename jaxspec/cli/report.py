@@ -55,6 +55,8 @@ def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device:
     if metrics.acceptance.token_weighted is not None:
         positions = " ".join("-" if a is None else f"{a:.2f}" for a in metrics.acceptance_by_position)
         parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
+    if figures["planning_seconds"] is not None:
+        parts.append(f"planning and measuring {figures['planning_seconds']:.1f} s")
     parts.append(f"compile {figures['compile_seconds']:.1f} s")
     parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB")
     for name, value in run.get("report", {}).items():

@@ -1,6 +1,7 @@
 """`jaxspec profile`, and `jaxspec generate` and `verify` with KnapSpec, on a tiny model in place of a checkpoint."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import jaxspec
 from jaxspec import KnapSpec
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
-from jaxspec.planning import load_profile
+from jaxspec.planning import controller, load_profile
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,28 @@ def test_profile_then_generate(capsys, tmp_path):
     assert first["num_draft"] == 3
     assert first["measured_tokens_per_second"] > 0
     assert plot.stat().st_size > 10_000
+
+
+def test_planning_is_no_decoding(capsys, tmp_path, monkeypatch):
+    """Tokens per second are those of the rounds; what planning took stands beside them."""
+    path = tmp_path / "profile.json"
+    assert (
+        run(capsys, "profile", "--model", "m", "--contexts", "30", "90", "--repeats", "1", "--out", str(path))[0] == 0
+    )
+    planned = controller._plan
+
+    def slow(*args):
+        time.sleep(5)
+        return planned(*args)
+
+    monkeypatch.setattr(controller, "_plan", slow)
+    flags = ["generate", "--model", "m", "--prompt", "w1 w2 w3", "--max-new-tokens", "16"]
+    knapspec = [*flags, "--method", "knapspec", "--profile", str(path), "--max-cells", "8"]
+    figures = json.loads(run(capsys, *knapspec, "--json")[1])
+    assert 5 <= figures["planning_seconds"] < 20
+    assert 15 / figures["decode_tokens_per_second"] < 5
+    assert "| planning and measuring 5." in run(capsys, *knapspec)[2]
+    assert json.loads(run(capsys, *flags, "--json")[1])["planning_seconds"] is None
 
 
 @pytest.mark.parametrize(
