@@ -176,8 +176,9 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     record["chosen"] = {"method": "vegas", "options": {"rho": 0.3, "min_keep": 4, "num_draft": 2}}
     out.write_text(json.dumps(record))
     prompt = ["--model", checkpoint.converted, "--prompt", "the quick brown fox", "--max-new-tokens", 6, "--json"]
-    code, tuned, _ = run(capsys, "generate", *prompt, "--tuned", out)
+    code, tuned, said = run(capsys, "generate", *prompt, "--tuned", out)
     assert code == 0
+    assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2\n" in said
     assert json.loads(tuned)["method"] == "vegas"
     assert json.loads(tuned)["options"]["rho"] == 0.3
     code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--rho", 0.5)
