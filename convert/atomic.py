@@ -136,7 +136,7 @@ def replace_file(dst: Path, content: str | bytes) -> None:
     """Writes a file, text as UTF-8, that appears complete or not at all; an existing `dst` stays until then.
 
     Raises:
-        OSError: its folder does not exist or cannot be written.
+        OSError: its folder does not exist or cannot be written; the message names `dst`.
     """
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
     try:
@@ -145,6 +145,9 @@ def replace_file(dst: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         staging.replace(dst)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        raise OSError(f"cannot write {dst}: {error.strerror or error}") from error
     except BaseException:
         staging.unlink(missing_ok=True)
         raise

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         return _fail(str(error), 2)
     except OSError as error:
-        return _fail(f"{error.filename or args.dst}: {error.strerror or error}", 2)
+        return _fail(f"cannot access {error.filename or args.dst}: {error.strerror or error}", 2)
     except MemoryError:
         return _fail("out of memory", 2)
     except KeyboardInterrupt:

@@ -18,6 +18,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
+    def show_help(self, _: argparse.Namespace) -> int:
+        """What a command does that lacks its subcommand."""
+        self.print_help(sys.stderr)
+        return 2
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 1 when a check failed, 2 for wrong input, 130 when
@@ -26,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _Parser(prog="jaxspec", description="Fast long-context decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=parser.show_help)
+    commands = parser.add_subparsers(metavar="COMMAND")
     generate.add_command(commands)
     verify.add_command(commands)
     calibrate.add_command(commands)
@@ -60,4 +66,6 @@ def entry() -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot access {error.filename}: {error.strerror}"
     return " ".join(str(error).split())[:500] or type(error).__name__

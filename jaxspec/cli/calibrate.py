@@ -14,7 +14,8 @@ CONTEXTS = (2048, 4096, 8192)
 def add_command(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     calibrate = commands.add_parser("calibrate", help="find what sparse verification needs, once per model")
-    kinds = calibrate.add_subparsers(required=True, metavar="WHAT")
+    calibrate.set_defaults(run=calibrate.show_help)
+    kinds = calibrate.add_subparsers(metavar="WHAT")
     heads = kinds.add_parser(
         "heads",
         help="score every attention head for retrieval",

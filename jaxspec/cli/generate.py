@@ -14,6 +14,7 @@ from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
 from jaxspec.metrics import measure
+from jaxspec.text import read_text
 
 
 def add_command(commands: Any) -> None:
@@ -126,7 +127,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         prompt = args.prompt
     elif args.prompt_file is not None:
-        prompt = args.prompt_file.read_text(encoding="utf-8")
+        prompt = read_text(args.prompt_file)
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt, --prompt-file or text on standard input")
     else:

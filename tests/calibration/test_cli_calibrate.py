@@ -186,7 +186,7 @@ def test_wrong_input(capsys, tmp_path, monkeypatch, text, args, message):
     [
         (["--method", "dustin", "--draft", "draft"], "needs target_heads: jaxspec calibrate dustin finds them"),
         (["--method", "vegas", "--config", "x.json"], "--config does not apply to --method vegas"),
-        (["--method", "dustin", "--draft", "draft", "--config", "x.json"], "x.json: No such file"),
+        (["--method", "dustin", "--draft", "draft", "--config", "x.json"], "cannot read x.json: No such file"),
         (["--method", "dustin"], "--method dustin needs --draft MODEL"),
     ],
 )

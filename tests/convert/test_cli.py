@@ -54,7 +54,7 @@ def one_line(stderr):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("./nothing/at/all", "no such file or directory"),
+        ("./nothing/at/all", "cannot read ./nothing/at/all: No such file or directory"),
         ("damaged", "truncated"),
         ("pickle.bin", "safe_serialization=True"),
         ("text.gguf", "not a GGUF file"),

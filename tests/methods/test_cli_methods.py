@@ -184,6 +184,7 @@ def test_verify(capsys, monkeypatch, prompt_file):
     ("flags", "message"),
     [
         ([], "choose a --method to verify"),
+        (["--method", "vegas", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory"),
         (["--method", "vegas", "--draws", "10"], "--draws must be at least 100"),
         (["--method", "vegas", "--temperature", "0"], "--temperature must be at least 0.1"),
     ],

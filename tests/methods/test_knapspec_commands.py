@@ -118,7 +118,7 @@ def test_wrong_flags_of_profile(capsys, flags, message):
     ("flags", "message"),
     [
         (["--tau", "2"], "KnapSpec tau must lie above -1 and be at most 1, got 2.0"),
-        (["--profile", "/no/such/file"], "No such file"),
+        (["--profile", "/no/such/file"], "cannot read /no/such/file: No such file"),
         (["--selection", "quest:page_size=12"], "power of two in 1..128, got 12"),
     ],
 )
