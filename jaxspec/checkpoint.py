@@ -85,8 +85,7 @@ def is_checkpoint(directory: Path) -> bool:
     """Whether `directory` is a complete converted checkpoint. An unfinished conversion never is one."""
     from convert.atomic import is_staging
 
-    parts = (directory / REPORT, directory / CONFIG, directory / PARAMS / "_METADATA")
-    return not is_staging(directory) and all(part.is_file() for part in parts)
+    return not is_staging(directory) and not _missing(directory)
 
 
 def restore(directory: Path, *, mesh: Mesh | None = None, dtype: Any = None) -> Loaded:
@@ -234,8 +233,10 @@ def _convert_to_cache(path: str, dtype: Any) -> Path:
     from convert.writer import convert_cached
 
     directory = Path(path).expanduser()
-    if is_staging(directory) or (directory / PARAMS).is_dir():
-        raise ConversionError(f"{path}: an unfinished or damaged conversion; convert it again")
+    weights = any(directory.glob("*.safetensors"))
+    if is_staging(directory) or (directory / PARAMS).is_dir() or ((directory / REPORT).is_file() and not weights):
+        without = f" without {', '.join(missing)}" if (missing := _missing(directory)) else ""
+        raise ConversionError(f"{path}: an unfinished or damaged conversion{without}; convert it again")
     source = open_source(path)
     target = target_dtype(dtype or source.default_dtype)
     key = hashlib.sha256(f"{source.fingerprint()}\0{target.name}\0{FORMAT_VERSION}".encode()).hexdigest()[:24]
@@ -243,6 +244,11 @@ def _convert_to_cache(path: str, dtype: Any) -> Path:
     if not is_checkpoint(cached):
         convert_cached(source, cached, dtype=target)
     return cached
+
+
+def _missing(directory: Path) -> list[str]:
+    """The parts of a converted checkpoint that are not there."""
+    return [part for part in (REPORT, CONFIG, f"{PARAMS}/_METADATA") if not (directory / part).is_file()]
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
