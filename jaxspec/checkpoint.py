@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,20 +135,27 @@ def restore_params(
         sharding = leaf_sharding(tuple(key.key for key in path), leaf.shape, config, mesh)
         return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=target)
 
-    try:
+    def read() -> Params:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             _check_leaves(checkpointer.metadata(directory.resolve()), shapes, directory)
-            params = checkpointer.restore(
+            return checkpointer.restore(
                 directory.resolve(),
                 args=ocp.args.PyTreeRestore(
                     item=shapes, restore_args=jax.tree_util.tree_map_with_path(restore_args, shapes)
                 ),
             )
+
+    # an interrupt reaches the main thread only, where Orbax would take it for an error of its own
+    thread = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-restore")
+    try:
+        params = thread.submit(read).result()
     except ConversionError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever their layers raise
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{directory}: damaged checkpoint: {first_line[:300]}") from error
+    finally:
+        thread.shutdown(wait=False)
     if target == jnp.float16 and stored != jnp.float16:
         _check_finite(params, target)
     return params

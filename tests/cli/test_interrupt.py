@@ -69,3 +69,25 @@ def test_other_errors_in_callbacks_are_shown():
     done = run("gc.callbacks.append(lambda *_: 1 / 0); gc.collect(); gc.callbacks.pop()", "pass")
     assert done.returncode == 0
     assert "ZeroDivisionError" in done.stderr
+
+
+def test_an_interrupted_load_is_no_damaged_checkpoint(checkpoint):
+    """Orbax turns whatever arrives in its event loop into errors of its own."""
+    script = (
+        "import os, signal, sys, time\n"
+        "import orbax.checkpoint as ocp\n"
+        "from jaxspec.cli import entry\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def restore(*_, **__):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(5)\n"
+        "    except BaseException as error:\n"
+        "        raise ValueError('cannot read') from error\n"
+        "ocp.Checkpointer.restore = restore\n"
+        "entry()\n"
+    )
+    command = [sys.executable, "-c", script, "generate", "--model", checkpoint.converted, "--prompt", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert done.stderr.endswith("jaxspec: interrupted\n")
