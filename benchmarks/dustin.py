@@ -99,7 +99,7 @@ def arguments() -> argparse.Namespace:
     add("--phase-batches", type=int, nargs="*", default=[16], help="batches whose phases are timed as well")
     add("--synthetic-batches", type=int, nargs="+", default=[16, 8])
     add("--synthetic-contexts", type=int, nargs="+", default=[32768, 16384, 8192])
-    add("--only", nargs="*", help="names of the methods of quality")
+    add("--only", nargs="*", help="names of the methods of quality and speed, beside plain")
     add("--limit", type=float, default=1500, help="seconds after which nothing new is started")
     add("--compilation-cache", help="folder of JAX's persistent compilation cache")
     add("--name", help="of the JSON file; default: the parts")

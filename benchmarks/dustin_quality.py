@@ -221,10 +221,12 @@ class Study:
         per_text = [rows_of_text(text, context, -(-batch // len(texts))) for text in texts]
         rows = [row for group in zip(*per_text, strict=True) for row in group][:batch]
         names = ("plain", "draft-model", "dustin", "dustin, drafts on the last rows", "dustin, drafts on recent rows")
+        names = [name for name in names if name == "plain" or not args.only or name in args.only]
         methods = {name: method for name, method in self.methods(args.budget).items() if name in names}
         pair = Pair(self.models, self.methods(args.budget)["history"], rows, args.new_tokens)
         prepared = Prefilled(pair, rows)
         phased = ("draft-model", "dustin", "dustin, drafts on the last rows") if batch in args.phase_batches else ()
+        phased = tuple(name for name in phased if name in methods)
         pair.compile(methods, prepared, self.report.attempt, phased)
         plain = plain_all = None
         for name in [name for name in methods if name in pair.loops]:

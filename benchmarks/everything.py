@@ -6,8 +6,8 @@
 
 Each job is one of the other commands, run in a process of its own on a GPU of its own; the next one starts where a GPU
 is free. None is started that would have less than a quarter of its own time. Output goes to FOLDER/NAME.log, figures to
-FOLDER/NAME.json, and what became of every job to FOLDER/jobs.json. Without --model, --draft or texts the jobs that need
-them are left out.
+FOLDER/NAME.json, and what became of every job to FOLDER/jobs.json. Compiled programs are kept in FOLDER/programs,
+unless JAX_COMPILATION_CACHE_DIR is set. Without --model, --draft or texts the jobs that need them are left out.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def run_job(job: Job, gpu: int | None, deadline: float, folder: Path) -> dict:
     seconds = min(job.seconds, deadline - started)
     outcome = "not started, out of time"
     if seconds >= job.seconds / 4:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment = {**shared_programs(folder), **os.environ, "PYTHONUNBUFFERED": "1"}
         if gpu is not None:
             environment |= {"CUDA_VISIBLE_DEVICES": str(gpu), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with (folder / f"{job.name}.log").open("w") as log:
@@ -127,6 +127,15 @@ def run_job(job: Job, gpu: int | None, deadline: float, folder: Path) -> dict:
                 outcome = "stopped, out of time"
     seconds = time.monotonic() - started
     return {"name": job.name, "outcome": outcome, "seconds": seconds, "command": job.command}
+
+
+def shared_programs(folder: Path) -> dict[str, str]:
+    """Environment in which jobs share what they compile, and what the compiler's measurements on the device chose."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "programs"),
+        # a kernel's code says where in its source it comes from, so that moved lines or folders would compile again
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    }
 
 
 def visible_gpus() -> int:

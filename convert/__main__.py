@@ -1,7 +1,5 @@
 """`python -m convert`."""
 
-import sys
+from convert.cli import entry
 
-from convert.cli import main
-
-sys.exit(main())
+entry()

@@ -22,8 +22,8 @@ def staged(dst: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yields a new directory beside `dst`; it becomes `dst` when the block ends without an exception.
 
     Until then an existing `dst` stays as it is, and afterwards it is gone. Every file is flushed to disk before the
-    rename. What a killed writer left behind is removed by the next writer of the same `dst`. The caller holds
-    `locked(dst)`.
+    rename. No thread may go on writing when the block ends. What a killed writer left behind is removed by the next
+    writer of the same `dst`. The caller holds `locked(dst)`.
 
     Raises:
         ConversionError: `dst` exists and `overwrite` is False.
@@ -32,14 +32,14 @@ def staged(dst: Path, *, overwrite: bool) -> Iterator[Path]:
     if os.path.lexists(dst) and not overwrite:
         raise ConversionError(f"{dst} exists; give --overwrite (overwrite=True) to replace it")
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
-    staging.mkdir()
     try:
+        staging.mkdir()
         yield staging
         _flush(staging)
+        _publish(staging, dst)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    _publish(staging, dst)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def replace_file(dst: Path, content: str | bytes) -> None:
     """Writes a file, text as UTF-8, that appears complete or not at all; an existing `dst` stays until then.
 
     Raises:
-        OSError: its folder does not exist or cannot be written.
+        OSError: its folder does not exist or cannot be written; the message names `dst`.
     """
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
     try:
@@ -145,6 +145,9 @@ def replace_file(dst: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         staging.replace(dst)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        raise OSError(f"cannot write {dst}: {error.strerror or error}") from error
     except BaseException:
         staging.unlink(missing_ok=True)
         raise

@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from convert.errors import ConversionError
+from convert.program import INTERRUPTED, run_program
 
 EXAMPLE = """\
 example:
@@ -44,11 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         return _fail(str(error), 2)
     except OSError as error:
-        return _fail(f"{error.filename or args.dst}: {error.strerror or error}", 2)
+        return _fail(f"cannot access {error.filename or args.dst}: {error.strerror or error}", 2)
     except MemoryError:
         return _fail("out of memory", 2)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", 130)
+        return _fail("interrupted; nothing was written", INTERRUPTED)
+
+
+def entry() -> NoReturn:
+    """`main` as a program of its own."""
+    run_program(main)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from convert.dtypes import CHUNK_ELEMENTS, cast_into
-from convert.errors import ConversionError
+from convert.errors import ConversionError, cannot_read
 
 MAX_ENTRIES = 100_000  # metadata keys, and tensors
 MAX_ARRAY = 2_000_000
@@ -51,7 +51,7 @@ class GGUFFile:
                 reader = _Reader(file, path)
                 self.metadata, self.tensors = _parse(reader)
         except OSError as error:
-            raise ConversionError(f"{path}: {error.strerror or error}") from error
+            raise cannot_read(path, error) from error
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Decodes one tensor to `dtype`, a few rows at a time.
@@ -80,7 +80,7 @@ class GGUFFile:
                     values = dequantize(raw.reshape(len(target), row_bytes), kind)
                     cast_into(target, values, name)
         except OSError as error:
-            raise ConversionError(f"{self.path}: {error.strerror or error}") from error
+            raise cannot_read(self.path, error) from error
         return out
 
 

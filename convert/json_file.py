@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.errors import ConversionError
+from convert.errors import ConversionError, cannot_read
 
 MAX_JSON_BYTES = 64 << 20  # the largest tokenizer.json in common use is below 40 MB
 
@@ -48,7 +48,7 @@ def read_object(path: Path) -> dict[str, Any]:
             raise ConversionError(f"{path}: {path.stat().st_size} bytes is too large for a JSON file of a checkpoint")
         return parse_object(path.read_bytes(), str(path))
     except OSError as error:
-        raise ConversionError(f"{path}: {error.strerror or error}") from error
+        raise cannot_read(path, error) from error
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:

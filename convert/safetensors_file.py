@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from convert.dtypes import CHUNK_ELEMENTS, cast_into
-from convert.errors import ConversionError
+from convert.errors import ConversionError, cannot_read
 from convert.json_file import parse_object
 from convert.source import TensorInfo
 
@@ -60,7 +60,7 @@ class SafetensorsFile:
                     raise ConversionError(f"{path}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
                 header = parse_object(file.read(length), f"{path} (header)")
         except OSError as error:
-            raise ConversionError(f"{path}: {error.strerror or error}") from error
+            raise cannot_read(path, error) from error
         header.pop("__metadata__", None)
         self.entries = {name: self._entry(name, value, 8 + length) for name, value in header.items()}
         self._check_layout(8 + length, size)
@@ -87,7 +87,7 @@ class SafetensorsFile:
                         raise ConversionError(f"{self.path}: truncated inside {name}")
                     cast_into(flat[start : start + count], values, name)
         except OSError as error:
-            raise ConversionError(f"{self.path}: {error.strerror or error}") from error
+            raise cannot_read(self.path, error) from error
         return out
 
     def _entry(self, name: str, value: object, data_start: int) -> Entry:

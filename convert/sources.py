@@ -40,5 +40,5 @@ def _open(src: str | Path) -> Source:
     from convert.hub import HUB_ID, download
 
     if not isinstance(src, str) or HUB_ID.fullmatch(src) is None:
-        raise ConversionError(f"{src}: no such file or directory")
+        raise ConversionError(f"cannot read {src}: No such file or directory")
     return download(src)

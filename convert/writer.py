@@ -1,9 +1,11 @@
 """Writing a converted checkpoint, one leaf at a time."""
 
 import inspect
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -180,11 +182,15 @@ class _Leaf:
 def _write_params(directory: Path, source: Source, leaves: list[PlannedLeaf], dtype: np.dtype, progress: bool) -> None:
     import orbax.checkpoint as ocp
 
+    given_up = threading.Event()
+
     class LeafHandler(ocp.type_handlers.NumpyHandler):
         """Builds one leaf, waits until it is on disk, and only then builds the next."""
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:
             for leaf, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+                if given_up.is_set():
+                    raise ConversionError("interrupted")
                 array = leaf.build()
                 for write in await super().serialize([array], [info], [arg]):
                     write.result()
@@ -210,10 +216,16 @@ def _write_params(directory: Path, source: Source, leaves: list[PlannedLeaf], dt
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar,
         ocp.Checkpointer(handler) as checkpointer,
+        ThreadPoolExecutor(1) as thread,
     ):
         save_args = _map_leaves(tree, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        # an interrupt, which reaches the main thread only, must not leave Orbax's own threads writing behind it
+        saving = thread.submit(checkpointer.save, directory, args=ocp.args.PyTreeSave(tree, save_args=save_args))
         try:
-            checkpointer.save(directory, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+            saving.result()
+        except KeyboardInterrupt:
+            given_up.set()
+            raise
         except (ConversionError, OSError):
             raise
         except Exception as error:  # Orbax and TensorStore raise whatever their layers raise

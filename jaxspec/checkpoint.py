@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,7 @@ def is_checkpoint(directory: Path) -> bool:
     """Whether `directory` is a complete converted checkpoint. An unfinished conversion never is one."""
     from convert.atomic import is_staging
 
-    parts = (directory / REPORT, directory / CONFIG, directory / PARAMS / "_METADATA")
-    return not is_staging(directory) and all(part.is_file() for part in parts)
+    return not is_staging(directory) and not _missing(directory)
 
 
 def restore(directory: Path, *, mesh: Mesh | None = None, dtype: Any = None) -> Loaded:
@@ -135,20 +135,27 @@ def restore_params(
         sharding = leaf_sharding(tuple(key.key for key in path), leaf.shape, config, mesh)
         return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=target)
 
-    try:
+    def read() -> Params:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             _check_leaves(checkpointer.metadata(directory.resolve()), shapes, directory)
-            params = checkpointer.restore(
+            return checkpointer.restore(
                 directory.resolve(),
                 args=ocp.args.PyTreeRestore(
                     item=shapes, restore_args=jax.tree_util.tree_map_with_path(restore_args, shapes)
                 ),
             )
+
+    # an interrupt reaches the main thread only, where Orbax would take it for an error of its own
+    thread = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-restore")
+    try:
+        params = thread.submit(read).result()
     except ConversionError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever their layers raise
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{directory}: damaged checkpoint: {first_line[:300]}") from error
+    finally:
+        thread.shutdown(wait=False)
     if target == jnp.float16 and stored != jnp.float16:
         _check_finite(params, target)
     return params
@@ -234,8 +241,10 @@ def _convert_to_cache(path: str, dtype: Any) -> Path:
     from convert.writer import convert_cached
 
     directory = Path(path).expanduser()
-    if is_staging(directory) or (directory / PARAMS).is_dir():
-        raise ConversionError(f"{path}: an unfinished or damaged conversion; convert it again")
+    weights = any(directory.glob("*.safetensors"))
+    if is_staging(directory) or (directory / PARAMS).is_dir() or ((directory / REPORT).is_file() and not weights):
+        without = f" without {', '.join(missing)}" if (missing := _missing(directory)) else ""
+        raise ConversionError(f"{path}: an unfinished or damaged conversion{without}; convert it again")
     source = open_source(path)
     target = target_dtype(dtype or source.default_dtype)
     key = hashlib.sha256(f"{source.fingerprint()}\0{target.name}\0{FORMAT_VERSION}".encode()).hexdigest()[:24]
@@ -243,6 +252,11 @@ def _convert_to_cache(path: str, dtype: Any) -> Path:
     if not is_checkpoint(cached):
         convert_cached(source, cached, dtype=target)
     return cached
+
+
+def _missing(directory: Path) -> list[str]:
+    """The parts of a converted checkpoint that are not there."""
+    return [part for part in (REPORT, CONFIG, f"{PARAMS}/_METADATA") if not (directory / part).is_file()]
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

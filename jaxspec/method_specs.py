@@ -75,8 +75,7 @@ def load_method(path: str | Path, draft_model: Decoder | None = None) -> Method:
         draft_model: of methods that have one; the file's `draft` names the checkpoint.
 
     Raises:
-        ValueError: not such a file, or what `build_method` raises.
-        OSError: it cannot be read.
+        ValueError: it cannot be read or is not such a file, or what `build_method` raises.
     """
     record = read_tuned(path)
     config = record.get("config")
@@ -87,8 +86,7 @@ def read_tuned(path: str | Path) -> dict[str, Any]:
     """What `jaxspec tune` wrote.
 
     Raises:
-        ValueError: not such a file, or one of another schema version.
-        OSError: it cannot be read.
+        ValueError: it cannot be read or is not such a file, or one of another schema version.
     """
     record = read_record(Path(path), TUNED)
     if not isinstance(record.get("chosen"), dict) or "method" not in record["chosen"]:

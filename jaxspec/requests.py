@@ -141,4 +141,8 @@ def _row_keys(key: Any, batch: int) -> Array:
         return key
     if key.shape != ():
         raise ValueError(f"key must be one PRNG key or one per row [{batch}], got shape {key.shape}")
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    return _folded(key, np.arange(batch, dtype=np.int32))
+
+
+# outside jit its parts would be a program each
+_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))

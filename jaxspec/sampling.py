@@ -29,12 +29,23 @@ class Sampling:
 
     Values are traced, so a new temperature never recompiles; switching a filter on or off does. Each is a scalar or
     one value per row [B]. The filters apply in the order of the fields, as in transformers.
+
+    Raises:
+        ValueError: a Python number outside its range. Arrays are checked where they are used: concrete ones raise
+            there, and traced ones end their rows as invalid.
     """
 
     temperature: Any = None  # >= 0; None, or below 1e-4: the first index of the largest logit
-    top_k: Any = None  # int >= 1: keep the k largest logits and all that tie with the k-th
+    top_k: Any = None  # int >= 1: keep the k largest logits and all that tie with the k-th; k may exceed V
     top_p: Any = None  # in (0, 1]: keep the smallest set of likeliest tokens with this mass, ties included
     min_p: Any = None  # in [0, 1]: keep tokens at least this fraction as likely as the likeliest
+
+    def __post_init__(self) -> None:
+        for name, (low, high, what) in _RANGES.items():
+            value = getattr(self, name)
+            # JAX rebuilds this around whatever it maps over, so that only what a user wrote is looked at
+            if type(value) in (int, float) and not low <= value <= high:
+                raise ValueError(f"sampling {name} must be {what}, got {value!r}")
 
     @property
     def greedy(self) -> bool:

@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
     stats: Stats | None  # on the last chunk only
     profile: Profile | None = None  # on the last chunk, when asked for
     plans: list[dict[str, Any]] | None = None  # on the last chunk, of methods that replan: what each plan was
+    decode_seconds: float | None = None  # with `plans`: of the rounds alone, without planning and compiling
     report: dict[str, np.ndarray] | None = None  # on the last chunk: what the method itself counted, as in `Output`
 
 
@@ -109,7 +110,10 @@ def _chunks(
         chunk = Chunk(emitted, text, [Finish(f) for f in finish], _counted(stats, counted) if done else None)
         if done:
             chunk = chunk._replace(
-                profile=None if timer is None else timer.profile(), plans=rounds.plans(), report=rounds.report()
+                profile=None if timer is None else timer.profile(),
+                plans=rounds.plans(),
+                decode_seconds=rounds.decode_seconds(),
+                report=rounds.report(),
             )
         yield chunk
         if done:
@@ -141,9 +145,14 @@ class _Rounds:
         """The log of plans so far; None where the method does not replan."""
         if not self._method.segment_rounds:
             return None
-        self._run.decode_seconds += time.perf_counter() - self._segment_started
+        if self._run.rounds:
+            self._run.decode_seconds += time.perf_counter() - self._segment_started
         self._run.measure()
         return self._run.log
+
+    def decode_seconds(self) -> float | None:
+        """Seconds of the rounds up to the last call of `plans`; None where the method does not replan."""
+        return self._run.decode_seconds if self._method.segment_rounds else None
 
     def next(self, stopped: Array) -> Any:
         models, request, max_new_tokens = self._arguments

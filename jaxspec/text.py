@@ -1,7 +1,22 @@
-"""Text from tokens as they come, and stop strings."""
+"""Text from files, text from tokens as they come, and stop strings."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+
+def read_text(path: str | Path, errors: str = "strict") -> str:
+    """The text of a UTF-8 file; `errors` is that of `open`.
+
+    Raises:
+        ValueError: the file cannot be read, and why.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8", errors=errors)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"cannot read {path}: not UTF-8 text") from None
 
 
 def check_stop(stop: tuple[str, ...], tokenizer: Any) -> tuple[str, ...]:

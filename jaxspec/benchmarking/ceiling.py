@@ -12,7 +12,8 @@ def copy_ceiling(num_bytes: int = 1 << 31) -> float:
     Copies are queued back to back and waited for once; two queue lengths are subtracted, so that dispatch and waiting
     do not count.
     """
-    source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
+    # jitted, because its parts would be programs and arrays of their own
+    source = jax.jit(lambda: jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32))()
     copy = jax.jit(jnp.copy)
 
     def seconds(count: int) -> float:

@@ -104,7 +104,7 @@ class Runs:
     def run(self, candidate: Candidate) -> Timed:
         """One run, appended to the candidate's; the first of a method compiles it."""
         method, models = candidate.method, self._models(candidate)
-        first, rest = self._programs.get(method) or self._compile(models, method)
+        first, rest = self._compile(models, method)
         state = jax.block_until_ready(first(models, self.cache, self.request))
         part = None
         if rest is None:
@@ -118,6 +118,10 @@ class Runs:
         timed = Timed(seconds, int(stats.rounds.max()), tokens, measure(stats), stats, part)
         candidate.runs.append(timed)
         return timed
+
+    def compile(self, candidate: Candidate) -> None:
+        """Compiles a candidate's programs, which its first run would do otherwise."""
+        self._compile(self._models(candidate), candidate.method)
 
     def program_bytes(self, candidate: Candidate) -> int | None:
         """Device memory that a candidate's compiled loop needs, weights and caches included; None where unknown."""
@@ -133,7 +137,7 @@ class Runs:
         method, models = candidate.method, self._models(candidate)
         if method.segment_rounds:
             method = method.fixed(models.target.config.num_layers)
-        state = (self._programs.get(method) or self._compile(models, method))[0](models, self.cache, self.request)
+        state = self._compile(models, method)[0](models, self.cache, self.request)
         timer, running = RoundTimer(), np.zeros(self.batch, bool)
         for _ in range(2 * num_rounds):
             state, _ = timer.step(models, state, self.request, running, method, self.new_tokens)
@@ -146,16 +150,15 @@ class Runs:
         return self.models.replace(draft_params=candidate.draft_params)
 
     def _compile(self, models: Models, method: Method) -> tuple[Any, Any]:
-        options = {"method": method, "max_new_tokens": self.new_tokens}
-        start = jax.jit(partial(begin, **options), donate_argnums=1)
-        first = start.lower(models, self.cache, self.request).compile()
-        rest = None
-        if not method.segment_rounds:
-            state = jax.eval_shape(partial(begin, **options), models, self.cache, self.request)
-            loop = jax.jit(partial(decode_all, **options), donate_argnums=1)
-            rest = loop.lower(models, state, self.request, least_running=np.int32(1)).compile()
-        self._programs[method] = first, rest
-        return first, rest
+        if method not in self._programs:
+            options = {"method": method, "max_new_tokens": self.new_tokens}
+            first = jax.jit(partial(begin, **options), donate_argnums=1).lower(models, self.cache, self.request)
+            rest = None
+            if not method.segment_rounds:
+                loop = jax.jit(partial(decode_all, **options), donate_argnums=1)
+                rest = loop.lower(models, first.out_info, self.request, least_running=np.int32(1)).compile()
+            self._programs[method] = first.compile(), rest
+        return self._programs[method]
 
 
 def time_loop(
@@ -174,7 +177,9 @@ def time_loop(
     started = time.perf_counter()
     state = jax.block_until_ready(loop(state, request, least_running=np.int32(request.keys.shape[0])))
     seconds = time.perf_counter() - started
-    part = Part(seconds, int(np.max(state.stats.rounds)), int(np.sum(state.stats.emitted)))
+    # of a JAX array NumPy's functions would compile programs
+    rounds, emitted = (np.asarray(figure) for figure in (state.stats.rounds, state.stats.emitted))
+    part = Part(seconds, int(rounds.max()), int(emitted.sum()))
     if np.any(np.asarray(state.finish) == Finish.RUNNING):
         started = time.perf_counter()
         state = jax.block_until_ready(loop(state, request, least_running=np.int32(1)))
@@ -186,8 +191,8 @@ def measure_interleaved(
     runs: Runs, candidates: Sequence[Candidate], repeats: int, tell: Callable[[str], None] = lambda line: None
 ) -> None:
     """`repeats` runs of every candidate, in turns, so that a drift of the device meets all alike. One more run of each
-    comes first and does not count; it compiles. One after another, since a GPU compiler measures its choices on the
-    device and keeps what it found for the next program.
+    comes first and does not count; before it the programs are compiled. One after another, since a GPU compiler
+    measures its choices on the device and keeps what it found for the next program.
 
     Args:
         runs: the prompts.
@@ -198,10 +203,13 @@ def measure_interleaved(
     for repeat in range(repeats + 1):
         for candidate in candidates:
             started = time.perf_counter()
+            runs.compile(candidate)
+            compiled = time.perf_counter()
             timed = runs.run(candidate)
             if repeat == 0:
                 candidate.runs.clear()
-                tell(f"{candidate.name}: compiled and run in {time.perf_counter() - started:.0f} s")
+                ran = time.perf_counter() - compiled
+                tell(f"{candidate.name}: compiled in {compiled - started:.0f} s, first run in {ran:.0f} s")
             else:
                 tell(f"{candidate.name}: run {repeat} of {repeats} in {timed.seconds:.2f} s")
 

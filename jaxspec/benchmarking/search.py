@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxspec.methods.vegas import Vegas
+from jaxspec.selection import buffer_width
+
 Spec = dict[str, Any]
 
 PLAIN: Spec = {"method": "plain", "options": {}}
@@ -24,10 +27,14 @@ class Measured:
 
 @dataclass
 class Search:
-    """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only."""
+    """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only.
+
+    `length` is the most rows that a sequence fills, prompt and new tokens.
+    """
 
     measure: Callable[[Spec], Measured]
     log: Callable[[str], None]
+    length: int
     seen: list[Measured] = field(default_factory=list)
 
     def best_of(self, specs: Sequence[Spec], by: str = "tokens_per_second") -> Measured:
@@ -38,14 +45,16 @@ class Search:
         """The recipe of the Vegas paper (arXiv 2602.07223): the smallest rho with which accepted tokens stop growing,
         then the number of drafts with the highest throughput, then rho once more, by throughput; last, the
         cheaper scores of logit mode."""
-        trials = [self._once(_vegas(rho, 6)) for rho in RHOS]
+        # where min_keep covers several shares, drafts read as many rows with each; the largest stands for them
+        rhos = tuple({buffer_width(rho, Vegas().min_keep, self.length): rho for rho in RHOS}.values())
+        trials = [self._once(_vegas(rho, 6)) for rho in rhos]
         enough = ENOUGH * max(trial.tokens_per_round for trial in trials)
-        rho = next(rho for rho, trial in zip(RHOS, trials, strict=True) if trial.tokens_per_round >= enough)
+        rho = next(rho for rho, trial in zip(rhos, trials, strict=True) if trial.tokens_per_round >= enough)
         self.log(f"vegas: accepted tokens stop growing at rho {rho}")
         drafts = self.best_of([_vegas(rho, g) for g in DRAFTS]).spec["options"]["num_draft"]
         self.log(f"vegas: {drafts} drafts are fastest at rho {rho}")
-        at = RHOS.index(rho)
-        best = self.best_of([_vegas(r, drafts) for r in RHOS[max(at - 1, 0) : at + 2]])
+        at = rhos.index(rho)
+        best = self.best_of([_vegas(r, drafts) for r in rhos[max(at - 1, 0) : at + 2]])
         self.log(f"vegas: rho {best.spec['options']['rho']} is fastest with {drafts} drafts")
         logit = {"method": "vegas", "options": {**best.spec["options"], "score_mode": "logit"}}
         best = self.best_of([best.spec, logit])

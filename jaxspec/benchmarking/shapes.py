@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -55,16 +55,20 @@ OFFERED = tuple(name for name in SHAPES if name != "tiny")
 def random_params(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Params:
     """Weights of the model's sizes, drawn on the device leaf by leaf."""
     leaves, tree = jax.tree.flatten(param_shapes(config))
-    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, dtype) * 0.02, static_argnames="shape")
-    return jax.tree.unflatten(tree, [draw(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(tree, [_normal(i, leaf.shape, dtype, 0.02) for i, leaf in enumerate(leaves)])
 
 
 def random_cache(config: ModelConfig, batch: int, capacity: int, dtype: Any = jnp.bfloat16) -> KVCache:
     """A cache of random rows: zeros would run faster than data."""
     shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-    keys = jax.random.split(jax.random.key(0), 2 * config.num_layers)
-    return tuple(LayerCache(draw(keys[2 * i]), draw(keys[2 * i + 1])) for i in range(config.num_layers))
+    k, v = ([_normal(2 * i + j, shape, dtype, 1.0) for i in range(config.num_layers)] for j in (0, 1))
+    return tuple(map(LayerCache, k, v))
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
+    # the key is made in here: a program of its own otherwise, and one more for every way to derive others from it
+    return jax.random.normal(jax.random.key(seed), shape, dtype) * scale
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:

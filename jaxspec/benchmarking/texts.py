@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.text import read_text
+
 
 def token_ids(paths: Sequence[Path], tokenizer: Any, needed: int) -> list[int]:
     """The texts' token ids one after another, at least `needed` of them.
@@ -15,12 +17,12 @@ def token_ids(paths: Sequence[Path], tokenizer: Any, needed: int) -> list[int]:
         needed: how many tokens the longest prompt has.
 
     Raises:
-        ValueError: the texts are too short.
+        ValueError: the texts are too short, or cannot be read.
     """
     built_in = not paths
     ids: list[int] = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")) if built_in else paths:
-        ids += tokenizer(path.read_text(encoding="utf-8", errors="replace"), verbose=False)["input_ids"]
+        ids += tokenizer(read_text(path, errors="replace"), verbose=False)["input_ids"]
         if built_in and len(ids) >= 4 * needed:
             break
     if len(ids) < needed:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.text import read_text
+
 Encode = Callable[[str], list[int]]
 
 _WORDS = (
@@ -64,14 +66,11 @@ def read_texts(paths: Sequence[str | Path], encode: Encode) -> list[list[int]]:
     """Token ids of UTF-8 files.
 
     Raises:
-        ValueError: a file holds no text, or is not UTF-8.
+        ValueError: a file cannot be read, is not UTF-8, or holds no text.
     """
     texts = []
     for path in paths:
-        try:
-            ids = encode(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8 text") from None
+        ids = encode(read_text(path))
         if not ids:
             raise ValueError(f"{path} holds no text")
         texts.append(ids)

@@ -1,22 +1,11 @@
 """Plots of calibration; they need matplotlib, the extra `plot`."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.figures import save_figure
-
-
-def check_plot(path: Path | None) -> None:
-    """Raises ValueError before a run whose plot could not be written after it."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: not a file in an existing directory")
 
 
 def plot_heads(path: Path, record: dict[str, Any]) -> None:

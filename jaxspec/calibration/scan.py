@@ -80,7 +80,8 @@ def scan_heads(
         on it per payload token; `runs`, each needle's recall; settings and the model's hash.
 
     Raises:
-        ValueError: impossible settings; a file of an interrupted run with others; or no needle was answered.
+        ValueError: impossible settings, before `progress` is first called; a file of an interrupted run with others;
+            or no needle was answered, and then no file is left.
     """
     scan.check(models.target.config.capacity_limit)
     settings = {**vars(scan), "lengths": list(scan.lengths), "texts": [len(text) for text in texts], "wrap": list(wrap)}
@@ -88,6 +89,9 @@ def scan_heads(
     partial = path.with_name(path.name + ".partial")
     runs: dict[str, Any] = _resume(partial, head) if partial.exists() else {}
     jobs = scan.jobs()
+    for _, length, depth, seed in jobs:
+        if length == min(scan.lengths):
+            make_needle(encode, texts[seed % len(texts)], length, depth, seed, wrap)
     progress(len(runs), len(jobs))
     for batch in _batches([job for job in jobs if job[0] not in runs]):
         needles = [
@@ -104,6 +108,8 @@ def scan_heads(
         progress(len(runs), len(jobs))
     recalled = [run["mass"] for run in runs.values() if run["recall"] > RECALLED]
     if not recalled:
+        # a finished run: there is nothing to go on with
+        partial.unlink(missing_ok=True)
         raise ValueError(f"{name} answered none of {len(runs)} needles; retrieval heads cannot be told from the others")
     recalls = {key: runs[key]["recall"] for key, *_ in jobs}
     record = {**head, "answered": len(recalled), "recall": recalls, "scores": np.mean(recalled, axis=0).tolist()}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from convert.program import INTERRUPTED, run_program
 from jaxspec import __version__
 from jaxspec.cli import bench, calibrate, generate, profile, tune, verify
 
@@ -17,6 +18,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
+    def show_help(self, _: argparse.Namespace) -> int:
+        """What a command does that lacks its subcommand."""
+        self.print_help(sys.stderr)
+        return 2
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 1 when a check failed, 2 for wrong input, 130 when
@@ -25,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _Parser(prog="jaxspec", description="Fast long-context decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=parser.show_help)
+    commands = parser.add_subparsers(metavar="COMMAND")
     generate.add_command(commands)
     verify.add_command(commands)
     calibrate.add_command(commands)
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         print("jaxspec: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # the reader of our output has left; what is still buffered must not be written when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,14 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """`main` as a program of its own."""
-    code = main()
-    if code == 130:
-        # threads of an interrupted compilation go on, and Python would fault when it took itself down around them
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    run_program(main)
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot access {error.filename}: {error.strerror}"
     return " ".join(str(error).split())[:500] or type(error).__name__

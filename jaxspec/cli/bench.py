@@ -9,7 +9,7 @@ from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
-    check_libraries,
+    check_tables,
     environment,
     load_drafts,
     open_runs,
@@ -18,7 +18,7 @@ from jaxspec.cli.measuring import (
     tell,
     write_record,
 )
-from jaxspec.cli.report import check_output
+from jaxspec.cli.report import check_output, check_plot
 
 
 def add_command(commands: Any) -> None:
@@ -49,9 +49,9 @@ def add_command(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    check_libraries(plot=args.plot is not None)
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        check_output(flag, path)
+    check_tables()
+    check_output("--json", args.json)
+    check_plot(args.plot)
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     if args.model is not None and (args.acceptance is not None or args.layers is not None):

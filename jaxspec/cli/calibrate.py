@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ CONTEXTS = (2048, 4096, 8192)
 def add_command(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
     calibrate = commands.add_parser("calibrate", help="find what sparse verification needs, once per model")
-    kinds = calibrate.add_subparsers(required=True, metavar="WHAT")
+    calibrate.set_defaults(run=calibrate.show_help)
+    kinds = calibrate.add_subparsers(metavar="WHAT")
     heads = kinds.add_parser(
         "heads",
         help="score every attention head for retrieval",
@@ -69,8 +71,8 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _heads(args: argparse.Namespace) -> int:
-    from jaxspec.calibration.plots import check_plot, plot_heads
-    from jaxspec.cli.report import check_output
+    from jaxspec.calibration.plots import plot_heads
+    from jaxspec.cli.report import check_output, check_plot
 
     check_plot(args.plot)
     check_output("--out", args.out)
@@ -86,10 +88,10 @@ def _dustin(args: argparse.Namespace) -> int:
 
     from jaxspec.calibration.configure import configure
     from jaxspec.calibration.needles import read_texts
-    from jaxspec.calibration.plots import check_plot, plot_arr
+    from jaxspec.calibration.plots import plot_arr
     from jaxspec.calibration.records import HEADS, model_hash, read_record
     from jaxspec.cli.methods import check_vocabularies
-    from jaxspec.cli.report import check_output
+    from jaxspec.cli.report import check_output, check_plot
     from jaxspec.methods import Models
 
     check_plot(args.plot)
@@ -101,6 +103,9 @@ def _dustin(args: argparse.Namespace) -> int:
     check_vocabularies(*loaded)
     texts = read_texts(args.text, _encoder(loaded[0]))
     prompts = _prompts(args, texts, min(one.config.capacity_limit for one in loaded))
+    for one, record in zip(loaded, records, strict=True):
+        if record is None:
+            _scan_of(args, one)
     for i, (name, one) in enumerate(zip((args.target, args.draft), loaded, strict=True)):
         if records[i] is None and i and args.draft == args.target:
             records[i] = records[0]
@@ -149,24 +154,36 @@ def _scan(
     from tqdm import tqdm
 
     from jaxspec.calibration.needles import chat_ends, filler, read_texts
-    from jaxspec.calibration.scan import Scan, default_lengths, scan_heads
+    from jaxspec.calibration.scan import scan_heads
     from jaxspec.methods import Models
 
-    encode = _encoder(loaded)
-    lengths = tuple(args.lengths or default_lengths(loaded.config.capacity_limit))
+    encode, scan = _encoder(loaded), _scan_of(args, loaded)
     if texts is None:
         # about 1.3 tokens a word; more than enough for the longest prompt to begin anywhere
-        texts = read_texts(args.text, encode) or [encode(filler(2 * max(lengths), args.seed))]
+        texts = read_texts(args.text, encode) or [encode(filler(2 * max(scan.lengths), args.seed))]
     wrap = chat_ends(loaded.tokenizer) if args.chat else ("", "")
-    with tqdm(desc=f"needles for {Path(name).name}", unit="needle", file=sys.stderr) as bar:
+    with ExitStack() as stack:
+        bars: list[tqdm] = []
 
         def show(done: int, of: int) -> None:
-            bar.total = of
-            bar.update(done - bar.n)
+            # a scan that is refused shows none
+            if not bars:
+                title = f"needles for {Path(name).name}"
+                bars.append(stack.enter_context(tqdm(desc=title, total=of, unit="needle", file=sys.stderr)))
+            bars[0].update(done - bars[0].n)
 
-        scan = Scan(lengths, args.depths, args.repeats, args.seed)
         models = Models(loaded.model, loaded.params)
         return scan_heads(name, models, encode, texts, scan, path, wrap=wrap, eos_ids=loaded.eos_ids, progress=show)
+
+
+def _scan_of(args: argparse.Namespace, loaded: Any) -> Any:
+    """What to scan, checked against the model's positions."""
+    from jaxspec.calibration.scan import Scan, default_lengths
+
+    limit = loaded.config.capacity_limit
+    scan = Scan(tuple(args.lengths or default_lengths(limit)), args.depths, args.repeats, args.seed)
+    scan.check(limit)
+    return scan
 
 
 def _prompts(args: argparse.Namespace, texts: list[list[int]], limit: int) -> list[list[int]]:

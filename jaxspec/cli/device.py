@@ -20,6 +20,9 @@ def keep_programs() -> None:
     # JAX would warn at every program that it cannot write
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        # kernels carry the lines they were traced from, and a moved line would compile them anew
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def default_dtype(dtype: str | None) -> str | None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
 from jaxspec.metrics import measure
+from jaxspec.text import read_text
 
 
 def add_command(commands: Any) -> None:
@@ -90,12 +92,15 @@ def _generate(args: argparse.Namespace) -> int:
         finish = chunk.finish[0]
         if not args.json:
             print(chunk.text[0], end="", flush=True)
-    decode_seconds = clock.seconds() - prefill_seconds
+    decode_seconds, planning_seconds = clock.seconds() - prefill_seconds, None
+    if chunk.decode_seconds is not None:
+        decode_seconds, planning_seconds = chunk.decode_seconds, max(decode_seconds - chunk.decode_seconds, 0.0)
     figures = {
         "prompt_tokens": len(ids),
         "prompt_tokens_per_second": len(ids) / prefill_seconds,
         "new_tokens": len(tokens),
         "decode_tokens_per_second": (len(tokens) - 1) / decode_seconds if len(tokens) > 1 else None,
+        "planning_seconds": planning_seconds,
         "compile_seconds": clock.compile_seconds,
         "peak_memory_bytes": _peak_memory(jax.devices()[0]),
     }
@@ -122,7 +127,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         prompt = args.prompt
     elif args.prompt_file is not None:
-        prompt = args.prompt_file.read_text(encoding="utf-8")
+        prompt = read_text(args.prompt_file)
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt, --prompt-file or text on standard input")
     else:
@@ -156,7 +161,8 @@ class _Clock:
         self._start = time.perf_counter()
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
+        # what a thread compiles in the background takes none of the time
+        if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.compile_seconds += seconds
 
     def seconds(self) -> float:

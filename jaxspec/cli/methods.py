@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
-from jaxspec.method_specs import load_method, read_tuned
+from jaxspec.method_specs import describe, load_method, read_tuned
 from jaxspec.method_text import options_of
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
@@ -86,7 +87,9 @@ def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | Non
         check_vocabularies(target, draft)
         draft_model, draft_params = draft.model, draft.params
     if args.tuned is not None:
-        return load_method(args.tuned, draft_model), draft_params
+        method = load_method(args.tuned, draft_model)
+        print(f"jaxspec: {args.tuned} chose {describe(read_tuned(args.tuned)['chosen'])}", file=sys.stderr)
+        return method, draft_params
     return (chosen(**options) if draft_model is None else chosen(model=draft_model, **options)), draft_params
 
 

@@ -33,5 +33,6 @@ def draw_plans(sublayers: Any, rates: Any, plans: list[dict[str, Any]]) -> None:
         ("predicted_plain_tokens_per_second", "plain, predicted"),
     ):
         rates.plot(lengths, [p.get(name, np.nan) for p in plans], "o-", label=label)
-    rates.set(xlabel="context length", ylabel="tokens/s per sequence", ylim=(0, None))
+    # the limits of a single plan end at its dots
+    rates.set(xlabel="context length", ylabel="tokens/s per sequence", ylim=(0, 1.1 * rates.dataLim.y1))
     rates.legend()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
-from jaxspec.cli.report import check_outputs
+from jaxspec.cli.report import check_output, check_plot
 from jaxspec.figures import save_figure
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF file")
     add("--batch", type=int, default=1, help="sequences decoded together (default: 1)")
-    add("--contexts", type=int, nargs="+", metavar="N", help="context lengths; default: 1024 to 32768, as they fit")
+    add(
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="two or more context lengths; default: 1024 to 32768, as they fit",
+    )
     add("--max-draft", type=int, default=10, help="drafts of the measured verification (default: 10)")
     add("--selection", help="also measure drafts over selected rows: vegas, streaming or quest, or NAME:rho=0.05")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
@@ -50,9 +56,8 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxspec.planning.latency import profile_record, save_profile
     from jaxspec.planning.measure import describe, measure
 
-    check_outputs(None, args.plot)
-    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out {args.out}: not a file in an existing directory")
+    check_plot(args.plot)
+    check_output("--out", args.out)
     for flag, value, low, high in (
         ("--batch", args.batch, 1, 1024),
         ("--max-draft", args.max_draft, 1, 32),
@@ -60,12 +65,17 @@ def _profile(args: argparse.Namespace) -> int:
     ):
         if not low <= value <= high:
             raise ValueError(f"{flag} must lie in {low}..{high}, got {value}")
+    if args.contexts is not None and len(set(args.contexts)) < 2:
+        given = " ".join(map(str, args.contexts))
+        raise ValueError(f"--contexts must be at least two different lengths, for a slope, got {given}")
     selection = args.selection and replace(read_selection(args.selection), num_draft=args.max_draft)
     keep_programs()
     dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
     models, most = Models(loaded.model, loaded.params), loaded.model.config.capacity_limit - args.max_draft - 1
-    contexts = args.contexts or [n for n in CONTEXTS if n <= most] or [max(most // 2, 1), most]
+    contexts = args.contexts or [n for n in CONTEXTS if n <= most]
+    if len(contexts) < 2:
+        contexts = [max(most // 2, 1), most]
     measured = measure(
         models,
         args.batch,

@@ -18,16 +18,28 @@ SCHEMA_VERSION = 1
 
 def check_outputs(trace: Path | None, plot: Path | None) -> None:
     """Raises ValueError before a run whose files could not be written after it."""
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
     check_output("--trace", trace)
-    check_output("--plot", plot)
+    check_plot(plot)
 
 
 def check_output(flag: str, path: Path | None) -> None:
     """Raises ValueError before a run whose file could not be written after it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{flag} {path}: not a file in an existing directory")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ValueError before a run whose plot could not be drawn after it."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(formats)}, got {path.suffix[1:]!r}")
+    check_output("--plot", path)
 
 
 def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, run: dict[str, Any]) -> str:
@@ -43,6 +55,8 @@ def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device:
     if metrics.acceptance.token_weighted is not None:
         positions = " ".join("-" if a is None else f"{a:.2f}" for a in metrics.acceptance_by_position)
         parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
+    if figures["planning_seconds"] is not None:
+        parts.append(f"planning and measuring {figures['planning_seconds']:.1f} s")
     parts.append(f"compile {figures['compile_seconds']:.1f} s")
     parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**30:.2f} GiB")
     for name, value in run.get("report", {}).items():
@@ -71,23 +85,22 @@ def write_trace(path: Path, record: dict[str, Any], stats: Stats, metrics: Metri
 def write_plot(
     path: Path, title: str, stats: Stats, metrics: Metrics, plans: list[dict[str, Any]] | None = None
 ) -> None:
-    """Draws acceptance by draft position and tokens per round over the run, and plans where there were some; the
-    suffix chooses the format."""
+    """Draws tokens per round over the run, acceptance by draft position where anything was drafted, and plans where
+    there were some; the suffix chooses the format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 8 if plans else 4), layout="constrained")
+    drafted = bool(metrics.offered_by_position)
+    columns = 2 if drafted or plans else 1
+    figure = Figure(figsize=(5 * columns, 8 if plans else 4), layout="constrained")
     figure.suptitle(title)
-    (left, right), *below = figure.subplots(2 if plans else 1, 2, squeeze=False)
+    axes, *below = figure.subplots(2 if plans else 1, columns, squeeze=False)
     if plans:
         draw_plans(*below[0], plans)
-    positions = [i for i, a in enumerate(metrics.acceptance_by_position) if a is not None]
-    left.bar([i + 1 for i in positions], [metrics.acceptance_by_position[i] for i in positions], color="tab:blue")
-    left.set(
-        xlabel="draft position",
-        ylabel="acceptance, given all before",
-        ylim=(0, 1),
-        xticks=range(1, len(metrics.acceptance_by_position) + 1),
-    )
+    if drafted:
+        _draw_acceptance(axes[0], metrics)
+    elif plans:
+        axes[0].set_axis_off()
+    right = axes[-1]
     accepted, rounds = np.asarray(stats.accepted), np.asarray(stats.rounds)
     for b in range(len(rounds)):
         tokens = accepted[b, : max(rounds[b] - 1, 0)] + 1
@@ -97,3 +110,14 @@ def write_plot(
             right.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
     right.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
     save_figure(figure, path)
+
+
+def _draw_acceptance(axes: Any, metrics: Metrics) -> None:
+    positions = [i for i, a in enumerate(metrics.acceptance_by_position) if a is not None]
+    axes.bar([i + 1 for i in positions], [metrics.acceptance_by_position[i] for i in positions], color="tab:blue")
+    axes.set(
+        xlabel="draft position",
+        ylabel="acceptance, given all before",
+        ylim=(0, 1),
+        xticks=range(1, len(metrics.acceptance_by_position) + 1),
+    )

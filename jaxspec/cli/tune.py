@@ -8,7 +8,7 @@ from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
-    check_libraries,
+    check_tables,
     environment,
     load_drafts,
     open_runs,
@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    check_libraries(plot=False)
+    check_tables()
     for flag, path in (("--json", args.json), ("--out", args.out)):
         check_output(flag, path)
     if args.repeats < 1:
@@ -78,7 +78,7 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"  {describe(spec):60} {rate:9.1f} tokens/s", flush=True)
         return Measured(spec, rate, timed.metrics.tokens_per_round.token_weighted)
 
-    search = Search(measure, lambda line: print(line, flush=True))
+    search = Search(measure, lambda line: print(line, flush=True), args.context + args.new_tokens)
     finalists = [search.best_of([PLAIN])]
     if "vegas" in wanted:
         finalists.append(search.vegas())

@@ -18,7 +18,6 @@ from pallas_kernels import rope_and_cache
 
 CHUNK = 1024  # prefix rows per step of the branches' attention
 HEAD_CELLS = 8  # cells per step of the output head
-WIDTH_STEP = 16  # cells by which the state grows: few distinct shapes compile faster
 
 
 class Frontier(NamedTuple):
@@ -43,7 +42,6 @@ def knapsack(
     limit: Array,
     *,
     cells: int,
-    max_weight: int,
     tau: float,
     blocks: bool = False,
     selection: KVSelection | KVSelector | None = None,
@@ -59,10 +57,9 @@ def knapsack(
         tokens: int32 [B, r], reference tokens at positions start..start+r-1.
         start: int32 [B].
         valid: bool [B, r]: which of them count; those before a counted one must count too.
-        weights: int32 [2], of an attention and an MLP sublayer, 1..max_weight each; with `blocks` of a block, twice.
+        weights: int32 [2], of an attention and an MLP sublayer, at least 1 each; with `blocks` of a block, twice.
         limit: int32 [], the most skipped weight, at most cells - 1.
         cells: static, C.
-        max_weight: static bound of the weights.
         tau: the least similarity.
         blocks: whole blocks are the items, which makes this CLaSp's program (arXiv 2505.24196).
         selection: the prefix rows that drafts attend to. All cells then attend to those, cell 0 among them, and are
@@ -70,8 +67,10 @@ def knapsack(
     """
     config = models.target.config
     branches = _Branches(models, cache, start, tokens.shape[1])
-    state = full = models.params["embedding"][tokens][:, None]
-    alive, score = jnp.ones(1, bool), jnp.ones(1, jnp.float32)
+    full = models.params["embedding"][tokens][:, None]
+    # all cells from the first item on: a state that grew would have every kernel compiled again for each of its sizes
+    state, cell = jnp.repeat(full, cells, axis=1), jnp.arange(cells)
+    alive, score = cell == 0, jnp.ones(cells, jnp.float32)
     skips, items = [], []
     for layer in range(config.num_layers):
         skippable = 0 < layer < config.num_layers - 1
@@ -92,24 +91,18 @@ def knapsack(
                 state, score = executed, run_score
                 alive &= score >= tau
                 continue
-            width = state.shape[1]
-            cell = jnp.arange(min(cells, -(-(width + max_weight) // WIDTH_STEP) * WIDTH_STEP))
             source = cell - weights[kinds[0]]
-            old, same = jnp.clip(source, 0, width - 1), jnp.minimum(cell, width - 1)
-            can_skip = (source >= 0) & (source < width) & alive[old] & (cell <= limit)
-            can_run = (cell < width) & alive[same]
+            old = jnp.maximum(source, 0)
+            can_skip = (source >= 0) & alive[old] & (cell <= limit)
             skip_score = jnp.where(can_skip, _similarity(state, full, valid)[old], -jnp.inf)
-            run_score = jnp.where(can_run, run_score[same], -jnp.inf)
+            run_score = jnp.where(alive, run_score, -jnp.inf)
             skip = skip_score > run_score
-            state = jnp.where(skip[None, :, None, None], state[:, old], executed[:, same])
+            state = jnp.where(skip[None, :, None, None], state[:, old], executed)
             score = jnp.maximum(skip_score, run_score)
             # without the barrier XLA fuses the choices of many items, and takes minutes to compile
             state, full, alive = jax.lax.optimization_barrier((state, full, score >= tau))
-            skips.append(jnp.pad(skip, (0, cells - skip.size)))
+            skips.append(skip)
             items.append((layer, kinds))
-    missing = cells - state.shape[1]
-    state = jnp.pad(state, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    alive, score = jnp.pad(alive, (0, missing)), jnp.pad(score, (0, missing))
     attn, mlp = _backtracked(skips, items, weights, config.num_layers, cells)
     hits = _top_tokens(models, state) == _top_tokens(models, full)
     hits = jnp.sum(hits & valid[:, None], axis=(0, 2), dtype=jnp.int32)

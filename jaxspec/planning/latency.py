@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.atomic import replace_file
+from convert.json_file import read_object
 
 SCHEMA_VERSION = 1
 
@@ -186,14 +187,10 @@ def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
     """Reads what `save_profile` or `jaxspec profile --out` wrote.
 
     Raises:
-        ValueError: the file is not such a profile, and what is wrong with it.
-        OSError: it cannot be read.
+        ValueError: the file cannot be read or is not such a profile, and what is wrong with it.
     """
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+    record = read_object(Path(path))
+    if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path}: not a latency profile of schema version {SCHEMA_VERSION}")
     values = record.get("profile")
     names = {field.name for field in dataclasses.fields(LatencyProfile)}

@@ -179,7 +179,6 @@ def search_plan(
         weights,
         limit,
         cells=options.max_cells,
-        max_weight=most,
         tau=options.tau,
         blocks=blocks,
         selection=selection,

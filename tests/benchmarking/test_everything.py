@@ -40,11 +40,14 @@ def test_every_flag_is_known_to_its_command(tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_jobs_run_fail_and_end(tmp_path, gpus):
+def test_jobs_run_fail_and_end(tmp_path, gpus, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+
     def job(name, code, seconds=20.0):
         return Job(name, [sys.executable, "-c", code], seconds)
 
-    show = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    names = "JAX_COMPILATION_CACHE_DIR", "CUDA_VISIBLE_DEVICES"
+    show = f"import os; print(*map(os.environ.get, {names}))"
     jobs = [
         job("good", show),
         job("bad", "import sys; sys.exit(3)"),
@@ -60,5 +63,7 @@ def test_jobs_run_fail_and_end(tmp_path, gpus):
     }
     assert json.loads((tmp_path / "jobs.json").read_text())["jobs"] == outcomes
     assert (tmp_path / "slow.log").read_text() == "begun\n"
+    programs, gpu = (tmp_path / "good.log").read_text().split()
+    assert programs == str(tmp_path / "programs")
     if gpus:
-        assert (tmp_path / "good.log").read_text().strip() in ("0", "1")
+        assert gpu in ("0", "1")

@@ -6,14 +6,14 @@ from jaxspec.benchmarking.runs import expected_tokens
 from jaxspec.benchmarking.search import DRAFTS, PLAIN, RHOS, Measured, Search
 
 
-def search_over(speed, tokens=lambda spec: 1.0):
+def search_over(speed, tokens=lambda spec: 1.0, length=32_000):
     measured = []
 
     def measure(spec):
         measured.append(spec)
         return Measured(spec, speed(spec), tokens(spec))
 
-    return Search(measure, lambda line: None), measured
+    return Search(measure, lambda line: None, length), measured
 
 
 @pytest.mark.parametrize("enough", RHOS)
@@ -32,6 +32,17 @@ def test_the_vegas_recipe(enough, drafts):
     before = RHOS[max(RHOS.index(enough) - 1, 0)]
     assert chosen == {"rho": before, "num_draft": drafts}
     assert len(measured) == len({str(spec) for spec in measured})
+
+
+@pytest.mark.parametrize(
+    ("length", "rhos"),
+    [(200, [0.1]), (2560, [0.1]), (2570, [0.07, 0.1]), (6000, [0.03, 0.05, 0.07, 0.1]), (13_000, list(RHOS))],
+)
+def test_each_budget_is_tried_once(length, rhos):
+    """By default drafts read at least 256 rows, whatever their share."""
+    search, measured = search_over(lambda spec: 1.0, length=length)
+    search.vegas()
+    assert sorted({spec["options"]["rho"] for spec in measured}) == rhos
 
 
 @pytest.mark.parametrize("faster", ["weight", "logit"])

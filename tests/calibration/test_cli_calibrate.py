@@ -155,7 +155,14 @@ def test_known_heads_are_not_scanned_again(capsys, tmp_path, text, monkeypatch):
     ("args", "message"),
     [
         (["heads", "--model", "draft", "--out", "/no/such/place/x.json"], "not a file in an existing directory"),
-        (["heads", "--model", "draft", "--out", "x.json", "--lengths", "600"], r"lengths must lie in 1..496"),
+        (["heads", "--model", "draft", "--out", "x.json", "--lengths", "600"], "lengths must lie in 1..496"),
+        (["heads", "--model", "draft", "--out", "x.json", "--lengths", "20"], "needle prompts need at least"),
+        (["heads", "--model", "draft", "--out", "x.json", "--plot", "x.xyz"], "the suffix must be one of "),
+        (["dustin", "--target", "target", "--draft", "draft", "--plot", "x.xyz"], "the suffix must be one of "),
+        (
+            ["dustin", "--target", "target", "--draft", "draft", "--contexts", "60", "--lengths", "600"],
+            "lengths must lie in 1..496",
+        ),
         (["heads", "--model", "draft", "--out", "x.json", "--chat", *SCAN], "--chat needs a model whose tokenizer"),
         (["dustin", "--target", "target", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
         (["dustin", "--target", "target", "--draft", "draft", "--contexts", "500"], "--contexts must be at most 465"),
@@ -168,8 +175,10 @@ def test_wrong_input(capsys, tmp_path, monkeypatch, text, args, message):
     code, out, err = run(capsys, "calibrate", *args, *more)
     assert code == 2
     assert out == ""
+    # no progress bar either
+    assert err == f"jaxspec: {err[len('jaxspec: ') :].strip()}\n"
     assert message in err
-    assert not (tmp_path / "x.json").exists()
+    assert not list(tmp_path.glob("x.*"))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +186,7 @@ def test_wrong_input(capsys, tmp_path, monkeypatch, text, args, message):
     [
         (["--method", "dustin", "--draft", "draft"], "needs target_heads: jaxspec calibrate dustin finds them"),
         (["--method", "vegas", "--config", "x.json"], "--config does not apply to --method vegas"),
-        (["--method", "dustin", "--draft", "draft", "--config", "x.json"], "x.json: No such file"),
+        (["--method", "dustin", "--draft", "draft", "--config", "x.json"], "cannot read x.json: No such file"),
         (["--method", "dustin"], "--method dustin needs --draft MODEL"),
     ],
 )

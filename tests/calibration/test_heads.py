@@ -167,17 +167,25 @@ def test_an_interrupted_scan_goes_on_where_it_stopped(monkeypatch, pair, tmp_pat
 def test_only_answers_that_recall_count(monkeypatch, pair, tmp_path):
     with pytest.raises(ValueError, match="answered none of 10 needles"):
         run_scan(monkeypatch, pair[0], tmp_path / "a.json", Fake(recall=0.5))
-    # what was measured is kept
-    assert (tmp_path / "a.json.partial").exists()
+    # a run that is finished is in the way of no other
+    assert not list(tmp_path.iterdir())
+    assert run_scan(monkeypatch, pair[0], tmp_path / "a.json", Fake(), depths=4)[0]["answered"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"lengths": ()}, "lengths must lie in"), ({"lengths": (600,)}, r"in 1\.\.496"), ({"depths": 0}, "at least 1")],
+    [
+        ({"lengths": ()}, "lengths must lie in"),
+        ({"lengths": (600,)}, r"in 1\.\.496"),
+        ({"depths": 0}, "at least 1"),
+        ({"lengths": (300, 40)}, "needle prompts need at least"),
+    ],
 )
 def test_impossible_scans(monkeypatch, pair, tmp_path, changes, message):
+    fake = Fake()
     with pytest.raises(ValueError, match=message):
-        run_scan(monkeypatch, pair[0], tmp_path / "a.json", Fake(), **changes)
+        run_scan(monkeypatch, pair[0], tmp_path / "a.json", fake, **changes)
+    assert not fake.calls
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -165,10 +166,11 @@ def test_wrong_values(case, command):
 
 def test_wrong_prompts(command, tmp_path, monkeypatch):
     assert_one_line(command("--prompt", ""), "the prompt is empty")
-    assert_one_line(command("--prompt-file", str(tmp_path / "none.txt")), "none.txt")
+    none = tmp_path / "none.txt"
+    assert_one_line(command("--prompt-file", str(none)), f"cannot read {none}: No such file or directory")
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    assert_one_line(command("--prompt-file", str(tmp_path / "latin1.txt")), "utf-8")
-    assert_one_line(command("--prompt-file", str(tmp_path)), str(tmp_path))
+    assert_one_line(command("--prompt-file", str(tmp_path / "latin1.txt")), "latin1.txt: not UTF-8 text")
+    assert_one_line(command("--prompt-file", str(tmp_path)), f"cannot read {tmp_path}: Is a directory")
     # what the shell hands over of bytes that are no UTF-8
     assert_one_line(command("--prompt", "caf\udce9"), "UTF-8")
     monkeypatch.setattr("sys.stdin", io.StringIO("caf\udce9"))
@@ -183,6 +185,11 @@ def test_wrong_models(command, checkpoint, tmp_path):
     assert_one_line(command("--prompt", PROMPT, model=str(tmp_path / "none")), "none")
     (tmp_path / "config.json").write_text("{}")
     assert_one_line(command("--prompt", PROMPT, model=str(tmp_path)), str(tmp_path))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint.converted, damaged)
+    shutil.rmtree(damaged / "params")
+    missing = f"{damaged}: an unfinished or damaged conversion without params/_METADATA; convert it again"
+    assert_one_line(command("--prompt", PROMPT, model=str(damaged)), missing)
 
 
 def test_what_does_not_fit_in_memory(command, monkeypatch):
@@ -193,11 +200,26 @@ def test_what_does_not_fit_in_memory(command, monkeypatch):
     assert "Lower the batch, the context or the number of new tokens" in err
 
 
-def test_no_command(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+@pytest.mark.parametrize(("command", "shown"), [([], "generate text from a prompt"), (["calibrate"], "for retrieval")])
+def test_no_command_shows_the_help(capsys, command, shown):
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(" ".join(["usage: jaxspec", *command]))
+    assert shown in err
+
+
+def test_a_file_that_cannot_be_written(command, monkeypatch, tmp_path):
+    trace = tmp_path / "trace.json"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, _, err = command("--prompt", PROMPT, "--trace", str(trace))
+    assert code == 2
+    assert err.splitlines()[-1] == f"jaxspec: cannot write {trace}: No space left on device"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("flags", [[], ["--method", "vegas", "--min-keep", "4", "--num-draft", "2"]])

@@ -176,8 +176,9 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     record["chosen"] = {"method": "vegas", "options": {"rho": 0.3, "min_keep": 4, "num_draft": 2}}
     out.write_text(json.dumps(record))
     prompt = ["--model", checkpoint.converted, "--prompt", "the quick brown fox", "--max-new-tokens", 6, "--json"]
-    code, tuned, _ = run(capsys, "generate", *prompt, "--tuned", out)
+    code, tuned, said = run(capsys, "generate", *prompt, "--tuned", out)
     assert code == 0
+    assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2\n" in said
     assert json.loads(tuned)["method"] == "vegas"
     assert json.loads(tuned)["options"]["rho"] == 0.3
     code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--rho", 0.5)
@@ -214,6 +215,7 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
         (["bench", "--shape", "qwen2.5-72b", "--methods", "plain", "--batch", "99999"], "GiB of cache"),
         (["bench", "--model", "x", "--acceptance", "0.5"], "belong to --shape"),
+        (["bench", "--model", "x", "--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["tune", "--model", "x", "--only", "dustin", "--out", "tuned.json"], "needs --allow-lossy"),
         (["tune", "--model", "x", "--only", "draft-model", "--out", "tuned.json"], "needs --draft MODEL"),
         (["tune", "--model", "x", "--out", "no/such/folder/tuned.json"], "not a file in an existing directory"),

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +54,7 @@ def one_line(stderr):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("./nothing/at/all", "no such file or directory"),
+        ("./nothing/at/all", "cannot read ./nothing/at/all: No such file or directory"),
         ("damaged", "truncated"),
         ("pickle.bin", "safe_serialization=True"),
         ("text.gguf", "not a GGUF file"),
@@ -112,10 +111,12 @@ def test_help_has_an_example(capsys):
 
 
 def test_interrupt(tiny, tmp_path, capsys, monkeypatch):
-    def interrupt(*args):
+    def interrupt(directory, *args):
+        directory.mkdir()
+        (directory / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("convert.writer._build", interrupt)
+    monkeypatch.setattr("convert.writer._write_params", interrupt)
     assert main([str(tiny("llama")[0]), str(tmp_path / "out")]) == 130
     assert "interrupted; nothing was written" in one_line(capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
@@ -134,14 +135,44 @@ def test_interrupt_from_the_terminal(tiny, tmp_path):
         "    if len(calls) == 5: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return original(*args)\n"
         "writer._build = build\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "cli.entry()\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", script, str(tiny("llama")[0]), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode in (130, -signal.SIGINT)
+    done = interrupted(script, tiny, tmp_path)
+    assert done.returncode == 130
     assert one_line(done.stderr)
     assert not list(tmp_path.iterdir())
+
+
+def test_interrupt_while_a_leaf_is_written(tiny, tmp_path):
+    """What Orbax's threads had still to write does not come back after everything was removed."""
+    script = (
+        "import os, signal, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from pathlib import Path\n"
+        "import orbax.checkpoint as ocp\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from convert import cli\n"
+        "def late(folder):\n"
+        "    time.sleep(0.2)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    end = time.monotonic() + 1\n"
+        "    while time.monotonic() < end:\n"
+        "        folder.mkdir(parents=True, exist_ok=True)\n"
+        "async def serialize(self, values, infos, args=None):\n"
+        "    return [ThreadPoolExecutor(1).submit(late, Path(infos[0].parent_dir))]\n"
+        "ocp.type_handlers.NumpyHandler.serialize = serialize\n"
+        "cli.entry()\n"
+    )
+    done = interrupted(script, tiny, tmp_path)
+    assert done.returncode == 130
+    assert one_line(done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def interrupted(script, tiny, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script, str(tiny("llama")[0]), str(tmp_path / "out")]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 def test_module_entry_point(tmp_path):

@@ -57,7 +57,7 @@ REJECTED = {
     "key of no known size": ({"key": jnp.zeros(3, jnp.uint32)}, "key must be a JAX PRNG key"),
     "keys of another batch": ({"key": jax.random.split(KEY, 3)}, r"one per row \[2\], got shape \(3,\)"),
     "sampling": ({"sampling": 0.7}, r"sampling must be a Sampling, got 0\.7"),
-    "sampling value": ({"sampling": Sampling(temperature=-1.0)}, "temperature must be a finite number >= 0"),
+    "sampling value": ({"sampling": Sampling(temperature=np.float32(-1))}, "temperature must be a finite number >= 0"),
     "sampling shape": ({"sampling": Sampling(temperature=np.ones(3))}, r"scalar or have shape \[2\]"),
     "method": ({"method": "plain"}, "method must be a Method, got 'plain'"),
     "method class": ({"method": Plain}, "method must be a Method"),

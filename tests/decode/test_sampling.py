@@ -265,6 +265,27 @@ def test_wrong_values_raise(case):
         Sampling(**options).check(2)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "sampling temperature must be a finite number >= 0, got -1"),
+        ({"temperature": float("nan")}, "sampling temperature must be a finite number >= 0, got nan"),
+        ({"temperature": 1.0, "top_k": 0}, "sampling top_k must be an integer >= 1, got 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, r"sampling top_p must be a number in \(0, 1\], got 1.5"),
+    ],
+)
+def test_wrong_numbers_raise_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_what_jax_maps_over_is_not_checked():
+    sampling = Sampling(temperature=np.ones(2), top_k=np.ones(2, np.int32), top_p=np.ones(2))
+    assert jax.vmap(lambda one: one.top_k)(sampling).tolist() == [1, 1]
+    assert jax.tree.map(lambda x: x - 2, sampling).temperature.tolist() == [-1, -1]
+    assert not jax.jit(lambda t: Sampling(temperature=t).valid)(-1.0)
+
+
 def test_unknown_options_raise():
     with pytest.raises(TypeError, match="repetition_penalty"):
         Sampling(repetition_penalty=1.1)

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 import jaxspec
 from jaxspec.checkpoint import Loaded
-from jaxspec.cli import main
+from jaxspec.cli import main, report
 from jaxspec.cli import methods as cli_methods
 from jaxspec.cli import verify as cli_verify
+from jaxspec.cli.plans import draw_plans
 
 
 def loaded(model, params, size):
@@ -86,6 +87,28 @@ def test_a_run_with_its_trace_and_plot(capsys, tmp_path, prompt_file):
     assert plot.stat().st_size > 5000
 
 
+def test_the_plot_of_plain_decoding_has_no_empty_half(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    flags = ["generate", "--model", "target", "--prompt", "w3 w4 w5", "--max-new-tokens", "4"]
+    assert run(capsys, *flags, "--plot", str(tmp_path / "x.png"))[0] == 0
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == "tokens per round and running mean"
+
+
+def test_a_single_plan_is_drawn_whole():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    sublayers, rates = figure.subplots(1, 2)
+    plan = {"length": 60, "num_draft": 3, "attn": (True, False), "mlp": (True, True), "taken": "first"}
+    plan |= {"predicted_tokens_per_second": 10.0, "predicted_plain_tokens_per_second": 9.0}
+    draw_plans(sublayers, rates, [plan])
+    (low, high), (left, right) = rates.get_ylim(), rates.get_xlim()
+    assert (low, high) == (0, pytest.approx(11))
+    assert left < 60 < right
+
+
 def test_a_draft_model_and_json(capsys):
     code, out, _ = run(
         capsys,
@@ -123,6 +146,7 @@ def test_a_draft_model_and_json(capsys):
         (["--method", "draft-model", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
         (["--trace", "/"], "--trace /: not a file in an existing directory"),
         (["--plot", "/no/such/place/plot.png"], "--plot /no/such/place/plot.png: not a file in an existing directory"),
+        (["--plot", "plot.xyz"], "--plot plot.xyz: the suffix must be one of "),
     ],
 )
 def test_wrong_flags(capsys, flags, message):
@@ -160,6 +184,7 @@ def test_verify(capsys, monkeypatch, prompt_file):
     ("flags", "message"),
     [
         ([], "choose a --method to verify"),
+        (["--method", "vegas", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory"),
         (["--method", "vegas", "--draws", "10"], "--draws must be at least 100"),
         (["--method", "vegas", "--temperature", "0"], "--temperature must be at least 0.1"),
     ],

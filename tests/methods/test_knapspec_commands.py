@@ -1,6 +1,8 @@
 """`jaxspec profile`, and `jaxspec generate` and `verify` with KnapSpec, on a tiny model in place of a checkpoint."""
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 from method_cases import VOCAB, tiny_model
@@ -10,7 +12,7 @@ import jaxspec
 from jaxspec import KnapSpec
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
-from jaxspec.planning import load_profile
+from jaxspec.planning import controller, load_profile
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +67,39 @@ def test_profile_then_generate(capsys, tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+def test_planning_is_no_decoding(capsys, tmp_path, monkeypatch):
+    """Tokens per second are those of the rounds; what planning took stands beside them."""
+    path = tmp_path / "profile.json"
+    assert (
+        run(capsys, "profile", "--model", "m", "--contexts", "30", "90", "--repeats", "1", "--out", str(path))[0] == 0
+    )
+    planned = controller._plan
+
+    def slow(*args):
+        time.sleep(5)
+        return planned(*args)
+
+    monkeypatch.setattr(controller, "_plan", slow)
+    flags = ["generate", "--model", "m", "--prompt", "w1 w2 w3", "--max-new-tokens", "16"]
+    knapspec = [*flags, "--method", "knapspec", "--profile", str(path), "--max-cells", "8"]
+    figures = json.loads(run(capsys, *knapspec, "--json")[1])
+    assert 5 <= figures["planning_seconds"] < 20
+    assert 15 / figures["decode_tokens_per_second"] < 5
+    assert "| planning and measuring 5." in run(capsys, *knapspec)[2]
+    assert json.loads(run(capsys, *flags, "--json")[1])["planning_seconds"] is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--batch", "0"], "--batch must lie in 1..1024, got 0"),
         (["--max-draft", "40"], "--max-draft must lie in 1..32, got 40"),
         (["--repeats", "0"], "--repeats must lie in 1..1000"),
-        (["--contexts", "0"], "contexts must lie in 1..4085, got [0]"),
-        (["--contexts", "5000"], "contexts must lie in 1..4085, got [5000]"),
+        (["--contexts", "0", "9"], "contexts must lie in 1..4085, got [0, 9]"),
+        (["--contexts", "9", "5000"], "contexts must lie in 1..4085, got [9, 5000]"),
+        (["--contexts", "64"], "--contexts must be at least two different lengths, for a slope, got 64"),
+        (["--contexts", "64", "64"], "--contexts must be at least two different lengths, for a slope, got 64 64"),
+        (["--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["--selection", "best"], "selection must be one of quest, streaming, vegas, got 'best'"),
         (["--selection", "vegas:size=3"], "'size=3' is no option=value of vegas; options: collect, min_keep"),
         (["--selection", "vegas:rho=x"], "rho must be a value of type float, got 'x'"),
@@ -91,7 +118,7 @@ def test_wrong_flags_of_profile(capsys, flags, message):
     ("flags", "message"),
     [
         (["--tau", "2"], "KnapSpec tau must lie above -1 and be at most 1, got 2.0"),
-        (["--profile", "/no/such/file"], "No such file"),
+        (["--profile", "/no/such/file"], "cannot read /no/such/file: No such file"),
         (["--selection", "quest:page_size=12"], "power of two in 1..128, got 12"),
     ],
 )
@@ -99,6 +126,23 @@ def test_wrong_flags_of_generate(capsys, flags, message):
     code, _, err = run(capsys, "generate", "--model", "m", "--prompt", "w1", "--method", "knapspec", *flags)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(("positions", "contexts"), [(3000, (1494, 2989)), (5000, (1024, 4096))])
+def test_contexts_without_any_given_make_a_slope(monkeypatch, positions, contexts):
+    class Measured(Exception):
+        pass
+
+    def measure(models, batch, contexts, **_):
+        raise Measured(*contexts)
+
+    model, params = tiny_model(2)
+    model = model.clone(config=replace(model.config, max_positions=positions))
+    monkeypatch.setattr(jaxspec, "load", lambda *_, **__: loaded(model, params, VOCAB))
+    monkeypatch.setattr("jaxspec.planning.measure.measure", measure)
+    with pytest.raises(Measured) as measured:
+        main(["profile", "--model", "m"])
+    assert measured.value.args == contexts
 
 
 def test_verify_needs_no_measurement():

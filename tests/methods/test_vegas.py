@@ -204,7 +204,7 @@ def test_forced_rejections_at_every_slot_in_one_batch():
         ({"num_draft": True}, r"integer in 0\.\.32"),
         ({"score_mode": "softmax"}, "one of weight, logit"),
         ({"collect": "first"}, "one of two, all, last"),
-        ({"draft_sampling": Sampling(-1.0)}, "temperature must be a finite number >= 0"),
+        ({"draft_sampling": Sampling(np.float32(-1))}, "temperature must be a finite number >= 0"),
         ({"draft_sampling": Sampling(jnp.ones(1))}, "Python numbers"),
     ],
 )

@@ -16,7 +16,7 @@ from jaxspec.types import Collect, LayerMask
 from tests import reference
 from tests.reference import jax_model, random_weights, tiny_config
 
-LAYERS, R, CELLS, MAX_WEIGHT = 5, 6, 12, 2
+LAYERS, R, CELLS = 5, 6, 12
 LENGTHS = np.array([30, 3], np.int32)  # the second has fewer tokens than are asked for
 ATOL = 2e-5  # float32 rounding of residual streams of order 1
 
@@ -48,7 +48,7 @@ def setup():
 
 @partial(jax.jit, static_argnames=("blocks", "cells"))
 def search(models, cache, tokens, start, valid, weights, limit, tau, blocks=False, cells=CELLS):
-    options = {"cells": cells, "max_weight": MAX_WEIGHT, "tau": tau, "blocks": blocks}
+    options = {"cells": cells, "tau": tau, "blocks": blocks}
     return knapsack(models, cache, tokens, start, valid, weights, limit, **options)
 
 

@@ -100,8 +100,8 @@ def test_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: "nonsense", "not JSON"),
-        (lambda r: json.dumps([r]), "not a latency profile of schema version 1"),
+        (lambda r: "nonsense", "not valid JSON"),
+        (lambda r: json.dumps([r]), "expected a JSON object, got list"),
         (lambda r: json.dumps({**r, "schema_version": 2}), "not a latency profile of schema version 1"),
         (lambda r: json.dumps({**r, "profile": 3}), "must have the fields attention, batch"),
         (lambda r: json.dumps({**r, "profile": {**r["profile"], "more": 1}}), "must have the fields"),
