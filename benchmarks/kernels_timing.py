@@ -98,7 +98,7 @@ def loop(
         first = jax.eval_shape(step, carry, *sets[0])[1]
         kept = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first) for _ in sets]
     guess = nbytes / 1.5e12 + 5e-6
-    repeats = 2 if nbytes < 1e5 else int(np.clip(0.03 / (guess * len(sets)), 2, 300))
+    repeats = 2 if jax.default_backend() != "gpu" else int(np.clip(0.03 / (guess * len(sets)), 2, 300))
 
     def body(_, state, sets):
         carry, kept = state

@@ -8,6 +8,9 @@ SHARED_MEMORY = 227 * 1024
 # What a program needs besides its tiles: layout conversions, reductions and a kilobyte of the system's own.
 OTHER_SHARED_MEMORY = 12 * 1024
 
+# (query, head) pairs of one kv head that a warp group multiplies at once; attention over more takes larger programs.
+QUERY_TILE = 64
+
 
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
@@ -32,9 +35,9 @@ def attention_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int,
         return (min(rows, 32), 32, 4, 2) if width <= 64 else (16, 16, 4 if width <= 128 else 8, 2)
     if width > 128:
         # Two warp groups share the columns of 64 rows: the output of more does not fit the registers.
-        return min(rows, 64), 64, 8 if rows >= 32 else 4, 2
-    # Two warp groups of 64 rows each, or one.
-    return (rows, 64, 4, 3) if rows <= 64 else (128, 64, 8, 3)
+        return min(rows, QUERY_TILE), 64, 8 if rows >= 32 else 4, 2
+    # Two warp groups, or one.
+    return (rows, 64, 4, 3) if rows <= QUERY_TILE else (2 * QUERY_TILE, 64, 8, 3)
 
 
 def resident_programs(tile_bytes: int, most: int = 2) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspec.methods.vegas import Vegas
 from jaxspec.selection import buffer_width
+from pallas_kernels.tiling import QUERY_TILE
 
 Spec = dict[str, Any]
 
@@ -29,12 +30,13 @@ class Measured:
 class Search:
     """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only.
 
-    `length` is the most rows that a sequence fills, prompt and new tokens.
+    `length` is the most rows that a sequence fills, prompt and new tokens; `group` the query heads per kv head.
     """
 
     measure: Callable[[Spec], Measured]
     log: Callable[[str], None]
     length: int
+    group: int = 1
     seen: list[Measured] = field(default_factory=list)
 
     def best_of(self, specs: Sequence[Spec], by: str = "tokens_per_second") -> Measured:
@@ -51,7 +53,10 @@ class Search:
         enough = ENOUGH * max(trial.tokens_per_round for trial in trials)
         rho = next(rho for rho, trial in zip(rhos, trials, strict=True) if trial.tokens_per_round >= enough)
         self.log(f"vegas: accepted tokens stop growing at rho {rho}")
-        drafts = self.best_of([_vegas(rho, g) for g in DRAFTS]).spec["options"]["num_draft"]
+        # one draft more than fits verification's tile of query rows costs as much attention as several
+        fitting = QUERY_TILE // self.group - 1
+        tried = sorted({*DRAFTS, fitting} if fitting in range(DRAFTS[0], DRAFTS[-1]) else DRAFTS)
+        drafts = self.best_of([_vegas(rho, g) for g in tried]).spec["options"]["num_draft"]
         self.log(f"vegas: {drafts} drafts are fastest at rho {rho}")
         at = rhos.index(rho)
         best = self.best_of([_vegas(r, drafts) for r in rhos[max(at - 1, 0) : at + 2]])

@@ -6,14 +6,14 @@ from jaxspec.benchmarking.runs import expected_tokens
 from jaxspec.benchmarking.search import DRAFTS, PLAIN, RHOS, Measured, Search
 
 
-def search_over(speed, tokens=lambda spec: 1.0, length=32_000):
+def search_over(speed, tokens=lambda spec: 1.0, length=32_000, group=1):
     measured = []
 
     def measure(spec):
         measured.append(spec)
         return Measured(spec, speed(spec), tokens(spec))
 
-    return Search(measure, lambda line: None, length), measured
+    return Search(measure, lambda line: None, length, group), measured
 
 
 @pytest.mark.parametrize("enough", RHOS)
@@ -43,6 +43,14 @@ def test_each_budget_is_tried_once(length, rhos):
     search, measured = search_over(lambda spec: 1.0, length=length)
     search.vegas()
     assert sorted({spec["options"]["rho"] for spec in measured}) == rhos
+
+
+@pytest.mark.parametrize(("group", "extra"), [(1, set()), (4, set()), (6, {9}), (7, set()), (8, {7}), (16, set())])
+def test_as_many_drafts_as_fit_a_tile_are_tried(group, extra):
+    """With their bonus row and a kv head's queries they fill 64 rows."""
+    search, measured = search_over(lambda spec: 1.0, group=group)
+    search.vegas()
+    assert {spec["options"]["num_draft"] for spec in measured} == {*DRAFTS, *extra}
 
 
 @pytest.mark.parametrize("faster", ["weight", "logit"])
