@@ -21,6 +21,8 @@ from jaxspec.planning.loops import forwards, plain_loop, scored_forwards, select
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, KVCache, LayerMask
+from pallas_kernels.dispatch import resolve
+from pallas_kernels.tiling import QUERY_TILE
 
 # weights and rows that a loop reads again before it has read this much else may come from a GPU's cache, which those
 # of a whole model never do; 4 times the 50 MB of an H200
@@ -70,7 +72,7 @@ def measure(
         models: the target.
         batch: sequences.
         contexts: lengths at which attention is timed; two or more for a slope.
-        max_draft: verification is timed at max_draft + 1 query rows.
+        max_draft: verification is timed at max_draft + 1 query rows, or as many as share a tile of the GPU's kernel.
         selection: a method whose drafts attend to selected rows, timed as well.
         whole_verify: also time verification as one forward of all layers, which compiles it.
         steps: forwards per timing.
@@ -81,7 +83,7 @@ def measure(
         ValueError: no contexts, or they exceed the model's positions.
     """
     started = time.perf_counter()
-    contexts, rows = tuple(sorted(set(contexts))), max_draft + 1
+    contexts, rows = tuple(sorted(set(contexts))), min(max_draft + 1, rows_of_a_tile(models) or math.inf)
     limit = models.target.config.capacity_limit - rows
     if not contexts or contexts[0] < 1 or contexts[-1] > limit:
         raise ValueError(f"contexts must lie in 1..{limit}, got {list(contexts)}")
@@ -186,6 +188,13 @@ def layers_to_time(config: ModelConfig, itemsize: int) -> int:
     mlp = 3 * config.hidden_size * config.intermediate_size
     needed = math.ceil(WORKING_SET / (min(kv, mlp) * itemsize))
     return min(max(needed, 2), config.num_layers)
+
+
+def rows_of_a_tile(models: Models) -> int | None:
+    """Query rows that attention of verification takes at about the cost of one, at least 2; None without kernels."""
+    if resolve(models.target.backend) == "xla":
+        return None
+    return max(QUERY_TILE // models.target.config.group_size, 2)
 
 
 _Job = partial[tuple[Array, KVCache]]  # (models, cache, context, steps=) -> tokens, cache

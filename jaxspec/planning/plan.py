@@ -191,7 +191,8 @@ def search_plan(
     value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
     # not to speculate stays a choice even where a selection alone loses too much
     kept = frontier.alive[:, None] | ((jnp.arange(options.max_cells) == 0)[:, None] & (g == 0))
-    value = jnp.where(kept, value, -jnp.inf)
+    # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
+    value = jnp.where(kept & (g < costs.rows), value, -jnp.inf)
     best = jnp.argmax(value)
     return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxspec.planning import LatencyProfile, Line, expected_tokens, fit_line, load_profile, save_profile
+from jaxspec.planning.measure import rows_of_a_tile
 
 PROFILE = LatencyProfile(
     num_layers=4,
@@ -126,3 +128,11 @@ def test_damaged_files(tmp_path, change, message):
 def test_a_layer_takes_time():
     with pytest.raises(ValueError, match="a layer must take time"):
         dataclasses.replace(PROFILE, attention=(0.0, 0.0), mlp=0.0)
+
+
+@pytest.mark.parametrize(("group", "rows"), [(1, 64), (6, 10), (8, 8), (24, 2), (64, 2)])
+def test_query_rows_of_a_kernels_tile(group, rows):
+    """64 (query, head) pairs of a kv head; without kernels there is no tile."""
+    for backend, expected in (("interpret", rows), ("xla", None)):
+        target = SimpleNamespace(backend=backend, config=SimpleNamespace(group_size=group))
+        assert rows_of_a_tile(SimpleNamespace(target=target)) == expected

@@ -43,6 +43,11 @@ def predicted(candidate, g, profile, sparse=False):
     return sum(candidate.alpha**i for i in range(g + 1)) / profile.costs(sparse).round(p.num_attention, p.num_mlp, g, n)
 
 
+def test_no_more_drafts_are_planned_than_verification_was_measured_with():
+    chosen = {rows: search(dataclasses.replace(CHEAP_DRAFTS, rows=rows)).plan.num_draft for rows in (2, 3, 5, 11)}
+    assert chosen == {2: 1, 3: 2, 5: OPTIONS.max_draft, 11: OPTIONS.max_draft}
+
+
 @pytest.mark.parametrize("profile", [PROFILE, CHEAP_DRAFTS], ids=["dear", "cheap"])
 def test_the_best_cell_and_number_of_drafts_are_chosen(profile):
     found = search(profile)
