@@ -1,6 +1,6 @@
 """Draws records that `jaxspec bench --json` wrote, without measuring again; several of one model share a picture.
 
-    python benchmarks/plot_bench.py benchmarks/results/bench_qwen2.5-coder-1.5b_b*_h200.json --out speed.png
+python benchmarks/plot_bench.py benchmarks/results/bench_qwen2.5-coder-1.5b_b*_h200.json --out speed.png
 """
 
 import argparse
