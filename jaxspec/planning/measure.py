@@ -159,7 +159,8 @@ def measure(
     )
 
 
-_measured: dict[tuple[Any, ...], LatencyProfile] = {}
+# by everything but the lengths: the shortest and the longest that were timed, and the profile
+_measured: dict[tuple[Any, ...], list[tuple[int, int, LatencyProfile]]] = {}
 
 
 def measured_profile(
@@ -170,16 +171,19 @@ def measured_profile(
     selection: Method | None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LatencyProfile:
-    """The profile for runs of up to `longest` tokens, measured once per process, model and shape; the other arguments
-    are those of `measure`."""
+    """The profile for runs of up to `longest` tokens; the other arguments are those of `measure`. A process measures a
+    model, batch and selection once, and again for lengths outside of those timed."""
     config, dtype = models.target.config, models.params["embedding"].dtype
-    longest = min(longest, config.capacity_limit - max_draft - 1)
-    contexts = sorted({max(longest // 4, 1), max(longest // 2, 1), max(longest, 1)})
-    key = (models.target, str(dtype), batch, tuple(contexts), max_draft, selection)
-    if key not in _measured:
-        options = {"max_draft": max_draft, "selection": selection, "progress": progress}
-        _measured[key] = measure(models, batch, contexts, **options).profile
-    return _measured[key]
+    longest = max(min(longest, config.capacity_limit - max_draft - 1), 1)
+    key = (models.target, str(dtype), batch, max_draft, selection)
+    for shortest, most, profile in _measured.get(key, ()):
+        if shortest <= longest <= most:
+            return profile
+    contexts = sorted({max(longest // 4, 1), max(longest // 2, 1), longest})
+    options = {"max_draft": max_draft, "selection": selection, "progress": progress}
+    profile = measure(models, batch, contexts, **options).profile
+    _measured.setdefault(key, []).append((contexts[0], longest, profile))
+    return profile
 
 
 def layers_to_time(config: ModelConfig, itemsize: int) -> int:

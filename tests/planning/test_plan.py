@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from test_latency import PROFILE
 from jaxspec.methods import Models
 from jaxspec.models import init_cache
 from jaxspec.planning import Line, Plan, PlannerOptions, expected_tokens, plan
+from jaxspec.planning.measure import measured_profile
 from jaxspec.planning.plan import acceptance_of, largest_weight, sublayer_weights
 from jaxspec.types import KVSelection, KVSelector
 from tests.reference import tiny_model
@@ -41,6 +43,20 @@ def predicted(candidate, g, profile, sparse=False):
     """The closed form, by hand."""
     p, n = candidate.plan, LENGTHS.mean()
     return sum(candidate.alpha**i for i in range(g + 1)) / profile.costs(sparse).round(p.num_attention, p.num_mlp, g, n)
+
+
+def test_a_measured_profile_serves_the_lengths_that_were_timed(monkeypatch):
+    timed = []
+
+    def measure(models, batch, contexts, **options):
+        timed.append(contexts)
+        return SimpleNamespace(profile=dataclasses.replace(PROFILE, batch=batch))
+
+    monkeypatch.setattr("jaxspec.planning.measure.measure", measure)
+    models = committed()[0]
+    for batch, longest in ((7, 40), (7, 10), (7, 25), (7, 9), (7, 41), (8, 40), (7, 41)):
+        assert measured_profile(models, batch, longest, 3, None).batch == batch
+    assert timed == [[10, 20, 40], [2, 4, 9], [10, 20, 41], [10, 20, 40]]
 
 
 def test_no_more_drafts_are_planned_than_verification_was_measured_with():
