@@ -8,9 +8,9 @@ CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nu
 export JAX_PLATFORMS ?= $(if $(CUDA),,cpu)
 # files of tests run side by side; on a GPU one after another, since each process would take its memory
 WORKERS ?= $(if $(CUDA),0,2)
-# PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
 # a formatter's next release may format otherwise
 RUFF ?= ruff==0.17.6
+# PyTorch is the reference of the tests only; this spelling takes a CPU build where one is at hand
 TORCH ?= torch==2.13.0
 DEMO := checkpoints/smollm2
 PROMPT ?= Explain in three sentences why the sky is blue.

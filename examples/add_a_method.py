@@ -46,7 +46,7 @@ def main(path=None):
     """Decodes greedily with and without the method."""
     config = jaxspec.ModelConfig("llama", 64, 32, 64, 2, 4, 2, 8, 512, RopeConfig())
     tiny = jaxspec.Decoder(config), init_params(config, jax.random.key(1)), None
-    model, params, tokenizer = jaxspec.load(path) if path else tiny
+    model, params, tokenizer = jaxspec.load(path, dtype="float32") if path else tiny
     prompt = tokenizer(["one two three four, one two three four, one two"])["input_ids"] if tokenizer else [[1, 2, 3]]
     for method in (jaxspec.Plain(), PromptLookup()):
         run = {"method": method, "max_new_tokens": 64}

@@ -46,4 +46,6 @@ def main(path: str, document: str, question: str, new_tokens: int = 128) -> None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

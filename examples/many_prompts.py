@@ -24,4 +24,6 @@ def main(path: str, folder: str, batch: int = 8, max_tokens: int = 1000, new_tok
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

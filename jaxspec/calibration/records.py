@@ -55,7 +55,7 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     except ConversionError as error:
         raise ValueError(str(error)) from None
     if record.get("kind") != kind:
-        raise ValueError(f"{path}: not a file of kind {kind!r} but {record.get('kind')!r}")
+        raise ValueError(f"{path}: not a {kind} file (its kind is {record.get('kind', 'missing')!r})")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path}: schema version {record.get('schema_version')!r} instead of {SCHEMA_VERSION}")
     return record

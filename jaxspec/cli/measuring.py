@@ -28,7 +28,11 @@ class Sources(NamedTuple):
 def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that both commands have."""
     add = parser.add_argument
-    add("--draft", metavar="MODEL", help="the draft model of methods that have one (with --shape: a known name)")
+    add(
+        "--draft",
+        metavar="MODEL",
+        help="the draft model of methods that have one: a model, or in bench with --shape a known name",
+    )
     add("--config", type=Path, metavar="FILE", help="what jaxspec calibrate dustin wrote")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts that prompts are cut from; default: "
         "the sources of Python's standard library")  # fmt: skip
