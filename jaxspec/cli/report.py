@@ -42,7 +42,14 @@ def check_plot(path: Path | None) -> None:
     check_output("--plot", path)
 
 
-def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, run: dict[str, Any]) -> str:
+def figures_line(
+    figures: dict[str, Any],
+    metrics: Metrics,
+    finish: str,
+    device: Any,
+    run: dict[str, Any],
+    plans: list[dict[str, Any]] | None = None,
+) -> str:
     """One line of figures; speculation is left out where nothing was drafted. What is lossy is called so."""
     rate = figures["decode_tokens_per_second"]
     decode = "" if rate is None else f" at {rate:.1f} tokens/s"
@@ -55,6 +62,8 @@ def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device:
     if metrics.acceptance.token_weighted is not None:
         positions = " ".join("-" if a is None else f"{a:.2f}" for a in metrics.acceptance_by_position)
         parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
+    if plans and not metrics.offered_by_position:
+        parts.append("the plan: do not speculate")
     if figures["planning_seconds"] is not None:
         parts.append(f"planning and measuring {figures['planning_seconds']:.1f} s")
     parts.append(f"compile {figures['compile_seconds']:.1f} s")
