@@ -67,6 +67,7 @@ def generate(
     request = check_request(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, pad_id, draft_params
     )
+    method.check_batch(request.keys.shape[0])
     models = Models(model, params, draft_params)
     if method.segment_rounds and not is_traced((models, request)):
         state, _ = decode_in_segments(models, request, method, max_new_tokens, logprobs)

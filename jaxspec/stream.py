@@ -67,6 +67,7 @@ def stream(
     request = check_request(
         model, prompt, prompt_length, key, method, sampling, max_new_tokens, eos_ids, 0, draft_params
     )
+    method.check_batch(request.keys.shape[0])
     if is_traced((params, draft_params, request)):
         raise ValueError("stream is driven from the host and cannot be traced; use generate under jit")
     texts = None if tokenizer is None else [TextStream(tokenizer, stop) for _ in range(request.keys.shape[0])]

@@ -84,14 +84,17 @@ def _generate(args: argparse.Namespace) -> int:
         tokenizer=loaded.tokenizer,
         stop=tuple(args.stop),
     )
-    text, tokens, finish, prefill_seconds = "", [], None, None
+    text, shown, tokens, finish, prefill_seconds = "", 0, [], None, None
     for chunk in chunks:
+        # a method that plans does so after the first chunk, and what it says meanwhile must not land in the text
+        held = prefill_seconds is None and method.segment_rounds and chunk.stats is None
         prefill_seconds = clock.seconds() if prefill_seconds is None else prefill_seconds
         text += chunk.text[0]
         tokens += chunk.tokens[0]
         finish = chunk.finish[0]
-        if not args.json:
-            print(chunk.text[0], end="", flush=True)
+        if not args.json and not held:
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
     decode_seconds, planning_seconds = clock.seconds() - prefill_seconds, None
     if chunk.decode_seconds is not None:
         decode_seconds, planning_seconds = chunk.decode_seconds, max(decode_seconds - chunk.decode_seconds, 0.0)
@@ -114,7 +117,7 @@ def _generate(args: argparse.Namespace) -> int:
         print(json.dumps({**record, "metrics": metrics.as_dict()}, ensure_ascii=False))
     else:
         print(flush=True)
-        print(figures_line(figures, metrics, ended, jax.devices()[0], run), file=sys.stderr)
+        print(figures_line(figures, metrics, ended, jax.devices()[0], run, chunk.plans), file=sys.stderr)
     if args.trace is not None:
         plans = {} if chunk.plans is None else {"plans": chunk.plans}
         write_trace(args.trace, {**run, "finish": ended, **figures, **plans}, chunk.stats, metrics)

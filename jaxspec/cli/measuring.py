@@ -150,6 +150,7 @@ def open_runs(
     methods = [build_method(spec, draft_model, args.config) for spec in specs]
     for method in methods:
         method.check_model(models.target)
+        method.check_batch(batch)
     if sources.target is None:
         # random weights say nothing about which sublayers can be spared
         methods = [m.fixed(config.num_layers) if m.segment_rounds else m for m in methods]

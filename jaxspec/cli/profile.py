@@ -26,8 +26,8 @@ def add_command(commands: Any) -> None:
         help="measure latencies for KnapSpec",
         description="Measures attention over context lengths, MLP, output head, verification and whole steps on this "
         "device, fits t_attention(n) = c2 n + c3, and prints a table.",
-        epilog="example: jaxspec profile --model checkpoints/qwen --out profile.json, and then jaxspec "
-        "generate --method knapspec --profile profile.json",
+        epilog="example: jaxspec profile --model checkpoints/qwen --out profile.json, and then jaxspec generate "
+        "--model checkpoints/qwen --method knapspec --profile profile.json",
     )
     parser.set_defaults(run=_profile)
     add = parser.add_argument

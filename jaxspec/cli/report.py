@@ -42,7 +42,14 @@ def check_plot(path: Path | None) -> None:
     check_output("--plot", path)
 
 
-def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device: Any, run: dict[str, Any]) -> str:
+def figures_line(
+    figures: dict[str, Any],
+    metrics: Metrics,
+    finish: str,
+    device: Any,
+    run: dict[str, Any],
+    plans: list[dict[str, Any]] | None = None,
+) -> str:
     """One line of figures; speculation is left out where nothing was drafted. What is lossy is called so."""
     rate = figures["decode_tokens_per_second"]
     decode = "" if rate is None else f" at {rate:.1f} tokens/s"
@@ -55,6 +62,8 @@ def figures_line(figures: dict[str, Any], metrics: Metrics, finish: str, device:
     if metrics.acceptance.token_weighted is not None:
         positions = " ".join("-" if a is None else f"{a:.2f}" for a in metrics.acceptance_by_position)
         parts.append(f"acceptance {metrics.acceptance.token_weighted:.2f}, by position {positions}")
+    if plans and not metrics.offered_by_position:
+        parts.append("the plan: do not speculate")
     if figures["planning_seconds"] is not None:
         parts.append(f"planning and measuring {figures['planning_seconds']:.1f} s")
     parts.append(f"compile {figures['compile_seconds']:.1f} s")
@@ -90,25 +99,24 @@ def write_plot(
     from matplotlib.figure import Figure
 
     drafted = bool(metrics.offered_by_position)
-    columns = 2 if drafted or plans else 1
-    figure = Figure(figsize=(5 * columns, 8 if plans else 4), layout="constrained")
+    layout = [["acceptance", "rounds"] if drafted else ["rounds", "rounds"] if plans else ["rounds"]]
+    layout += [["sublayers", "rates"]] if plans else []
+    figure = Figure(figsize=(5 * len(layout[0]), 4 * len(layout)), layout="constrained")
     figure.suptitle(title)
-    axes, *below = figure.subplots(2 if plans else 1, columns, squeeze=False)
+    axes = figure.subplot_mosaic(layout)
     if plans:
-        draw_plans(*below[0], plans)
+        draw_plans(axes["sublayers"], axes["rates"], plans)
     if drafted:
-        _draw_acceptance(axes[0], metrics)
-    elif plans:
-        axes[0].set_axis_off()
-    right = axes[-1]
+        _draw_acceptance(axes["acceptance"], metrics)
+    by_round = axes["rounds"]
     accepted, rounds = np.asarray(stats.accepted), np.asarray(stats.rounds)
     for b in range(len(rounds)):
         tokens = accepted[b, : max(rounds[b] - 1, 0)] + 1
-        right.step(np.arange(1, len(tokens) + 1), tokens, where="mid", linewidth=0.8, color="tab:gray")
+        by_round.step(np.arange(1, len(tokens) + 1), tokens, where="mid", linewidth=0.8, color="tab:gray")
         if len(tokens):
             mean = np.cumsum(tokens) / np.arange(1, len(tokens) + 1)
-            right.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
-    right.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
+            by_round.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
+    by_round.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
     save_figure(figure, path)
 
 

@@ -105,6 +105,10 @@ class Method:
     def check_model(self, target: Decoder) -> None:
         """Raises ValueError where the method does not fit the target model; runs before anything else does."""
 
+    def check_batch(self, batch: int) -> None:
+        """Raises ValueError where the method does not fit so many rows; called by `generate` and `stream`, whose rows
+        stay together, before anything is computed."""
+
     def prefill_collect(self, last: Array) -> Collect:
         """What the forward of the last prompt token hands to `init`; `last` is its query row, int32 [B] of zeros."""
         return Collect()

@@ -15,6 +15,7 @@ from jaxspec.methods.base import Method, Models, draft_sampling_option, option
 from jaxspec.methods.quest import Quest
 from jaxspec.methods.streaming import Streaming
 from jaxspec.methods.vegas import Vegas
+from jaxspec.models.decoder import Decoder
 from jaxspec.planning.latency import LatencyProfile, load_profile
 from jaxspec.planning.plan import Plan, PlannerOptions, check_profile, search_plan
 from jaxspec.sampling import Sampling
@@ -143,6 +144,18 @@ class KnapSpec(Method):
             Plan(tuple(i % 4 != 1 for i in layers), tuple(i % 8 != 5 for i in layers), self.max_draft)
         )
 
+    def check_model(self, target: Decoder) -> None:
+        num_layers = target.config.num_layers
+        if self.plan is not None and len(self.plan.attn) != num_layers:
+            raise ValueError(f"KnapSpec plan is for {len(self.plan.attn)} layers, the model has {num_layers}")
+        if self.profile and self.plan is None:
+            check_profile(self.profile, target)
+            self.profile.costs(self.sparse)  # raises where the profile lacks the selection's figures
+
+    def check_batch(self, batch: int) -> None:
+        if self.profile and self.plan is None and self.profile.batch != batch:
+            raise ValueError(f"KnapSpec profile was measured at batch {self.profile.batch}, this run has batch {batch}")
+
     def replan(self, run: "Run") -> "tuple[Method, DecodeState]":
         from jaxspec.planning.controller import replan  # which measures with the loop, and that imports this module
 
@@ -154,13 +167,10 @@ class KnapSpec(Method):
     def init(self, models: Models, prompt: Array, prompt_length: Array, out: ForwardOut) -> Any:
         inner = self.selection.init(models, prompt, prompt_length, out) if self.selection else ()
         num_layers = models.target.config.num_layers
-        if self.plan is not None and len(self.plan.attn) != num_layers:
-            raise ValueError(f"KnapSpec plan is for {len(self.plan.attn)} layers, the model has {num_layers}")
         if self.execution == "static":
             return inner
         if self.plans_itself:
             emitted = jnp.zeros((prompt.shape[0], 1), jnp.int32)
-            check_profile(self.profile, models)
             arguments = (prompt, prompt_length, emitted, prompt_length)
             costs, selection = self.profile.costs(self.sparse), None
             if self.selection:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
-from jaxspec.planning.plan import Plan, Planned, check_profile, plan, search_plan
+from jaxspec.planning.plan import Plan, Planned, plan, search_plan
 from jaxspec.replanning import Run
 from jaxspec.types import DecodeState, Finish
 
@@ -172,23 +172,16 @@ def _mean_length(state: DecodeState) -> float:
 
 
 def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:
-    """The given profile, checked, or a measured one."""
-    batch = run.state.length.shape[0]
-    profile = method.profile
-    if not profile:
-        from jaxspec.planning.measure import measured_profile
+    """The given profile, which was checked with the request, or a measured one."""
+    if method.profile:
+        return method.profile
+    from jaxspec.planning.measure import measured_profile
 
-        longest = run.request.prompt.shape[1] + run.max_new_tokens
-        profile = measured_profile(
-            run.models,
-            batch,
-            longest,
-            method.max_draft,
-            method.selection or None,
-            lambda text: print(f"jaxspec: measuring latencies for KnapSpec: {text}", file=sys.stderr, flush=True),
-        )
-    check_profile(profile, run.models)
-    if profile.batch != batch:
-        raise ValueError(f"KnapSpec profile was measured at batch {profile.batch}, this run has batch {batch}")
-    profile.costs(method.sparse)  # raises where the profile lacks the selection's figures
-    return profile
+    return measured_profile(
+        run.models,
+        run.state.length.shape[0],
+        run.request.prompt.shape[1] + run.max_new_tokens,
+        method.max_draft,
+        method.selection or None,
+        lambda text: print(f"jaxspec: measuring latencies for KnapSpec: {text}", file=sys.stderr, flush=True),
+    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.methods.base import Models
+from jaxspec.models.decoder import Decoder
 from jaxspec.planning.knapsack import Frontier, knapsack, reference_tokens
 from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
 from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerMask
@@ -136,15 +137,15 @@ def plan(
     Raises:
         ValueError: the profile is that of a model with another number of layers, or has no figures of a selection.
     """
-    check_profile(profile, models)
+    check_profile(profile, models.target)
     costs = profile.costs(selection is not None)
     search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options, selection)
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 
-def check_profile(profile: LatencyProfile, models: Models) -> None:
+def check_profile(profile: LatencyProfile, target: Decoder) -> None:
     """Raises ValueError if the profile is that of a model with another number of layers."""
-    num_layers = models.target.config.num_layers
+    num_layers = target.config.num_layers
     if profile.num_layers != num_layers:
         raise ValueError(f"the latency profile is of a model with {profile.num_layers} layers, this one: {num_layers}")
 

@@ -15,6 +15,8 @@ from jaxspec.cli import main, report
 from jaxspec.cli import methods as cli_methods
 from jaxspec.cli import verify as cli_verify
 from jaxspec.cli.plans import draw_plans
+from jaxspec.metrics import measure
+from jaxspec.types import Stats
 
 
 def loaded(model, params, size):
@@ -107,6 +109,29 @@ def test_a_single_plan_is_drawn_whole():
     (low, high), (left, right) = rates.get_ylim(), rates.get_xlim()
     assert (low, high) == (0, pytest.approx(11))
     assert left < 60 < right
+
+
+def test_a_plan_that_does_not_speculate_is_drawn(tmp_path, monkeypatch):
+    """It says so instead of showing a mask, nothing hides the rate that it predicts, and no panel is empty."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    none, drafts = ({"length": n, "num_draft": n // 30, "attn": (True, False), "mlp": (True, True)} for n in (20, 60))
+    for plan in (none, drafts):
+        plan |= {"taken": "changed", "predicted_tokens_per_second": 9.0, "predicted_plain_tokens_per_second": 9.0}
+    zeros = np.zeros((1, 4), np.int16)
+    stats = Stats(np.array([4]), np.array([4]), zeros, zeros)
+    report.write_plot(tmp_path / "x.png", "none", stats, measure(stats), [none, drafts])
+    rounds, sublayers, rates = figures[0].axes
+    assert rounds.get_subplotspec().colspan == range(2)
+    assert [text.get_text() for text in sublayers.texts] == ["does not speculate"]
+    (image,) = sublayers.images
+    np.testing.assert_array_equal(image.get_array().filled(-1), [[-1, -1, -1, 1, 1], [-1, -1, -1, 0, 1]])
+    layers = [tick for tick in sublayers.get_yticks() if -0.5 <= tick <= 1.5]
+    assert layers == [0, 1]
+    plain = rates.lines[2]
+    assert plain.get_label() == "plain, predicted"
+    assert plain.get_markerfacecolor() == "none"
 
 
 def test_a_draft_model_and_json(capsys):

@@ -10,7 +10,7 @@ import pytest
 from knapspec_cases import KEY, LAYERS, MOST, NEW, assert_plain, begun, end_state, finish, models, profile, request_of
 from method_cases import prompts, tiny_model
 
-from jaxspec import Finish, KnapSpec, Plain, Plan, Quest, Sampling, Streaming, Vegas, generate
+from jaxspec import Finish, KnapSpec, Plain, Plan, Quest, Sampling, Streaming, Vegas, generate, stream
 from jaxspec import decode as decode_module
 from jaxspec.enumeration import plain_distribution, speculative_distribution
 from jaxspec.methods import Models
@@ -134,9 +134,13 @@ def test_a_draft_ends_where_it_is_unsure():
         ({"plan": Plan((True,) * 4, (True,) * 4, 1)}, "plan is for 4 layers, the model has 2"),
     ],
 )
-def test_plans_and_profiles_of_something_else_raise(options, message):
+@pytest.mark.parametrize("run", [generate, stream])
+def test_plans_and_profiles_of_something_else_raise(monkeypatch, run, options, message):
+    """Before the prefill; a stream is not read: the call itself raises."""
+    for prefill in ("run_prefill", "_generate"):
+        monkeypatch.setattr(decode_module, prefill, pytest.fail)
     with pytest.raises(ValueError, match=message):
-        generate(models().target, models().params, *prompts(), KEY, method=KnapSpec(**options), max_new_tokens=NEW)
+        run(models().target, models().params, *prompts(), KEY, method=KnapSpec(**options), max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize(

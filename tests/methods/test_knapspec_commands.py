@@ -12,7 +12,7 @@ import jaxspec
 from jaxspec import KnapSpec
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
-from jaxspec.planning import controller, load_profile
+from jaxspec.planning import LatencyProfile, Line, controller, load_profile, save_profile
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,37 @@ def test_planning_is_no_decoding(capsys, tmp_path, monkeypatch):
     assert 15 / figures["decode_tokens_per_second"] < 5
     assert "| planning and measuring 5." in run(capsys, *knapspec)[2]
     assert json.loads(run(capsys, *flags, "--json")[1])["planning_seconds"] is None
+
+
+def test_messages_stay_out_of_the_text(capsys, monkeypatch):
+    """Both streams are one on a terminal: measuring is over before the first token is shown."""
+    written = []
+
+    def measured(*args):
+        args[-1]("something")
+        line, none = Line(0.0, 1e-3), Line(0.0, 0.0)
+        # verification costs more than drafts could ever save
+        return LatencyProfile(2, 1, 11, line, 1e-3, 1e-3, Line(0.0, 1.0), 1.0, 1.0, 0.0, line, none)
+
+    monkeypatch.setattr("jaxspec.planning.measure.measured_profile", measured)
+    monkeypatch.setattr("sys.stdout.write", lambda text: written.append(text))
+    monkeypatch.setattr("sys.stderr.write", lambda text: written.append(text))
+    flags = ["--max-new-tokens", "4", "--method", "knapspec", "--max-cells", "8"]
+    assert main(["generate", "--model", "m", "--prompt", "w1 w2 w3", *flags]) == 0
+    lines = "".join(written).splitlines()
+    assert lines[0] == "jaxspec: measuring latencies for KnapSpec: something"
+    assert lines[1].startswith("w")
+    assert "| the plan: do not speculate |" in lines[2]
+
+
+def test_a_profile_of_another_batch_is_refused_before_any_text(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    line = Line(0.0, 1e-3)
+    save_profile(path, LatencyProfile(2, 16, 11, line, 1e-3, 1e-3, line, 1e-3, 1e-3, 0.0), {})
+    flags = ["--method", "knapspec", "--profile", str(path)]
+    code, out, err = run(capsys, "generate", "--model", "m", "--prompt", "w1", *flags)
+    assert (code, out) == (2, "")
+    assert err == "jaxspec: KnapSpec profile was measured at batch 16, this run has batch 1\n"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ class Stage:
         monkeypatch.setattr(controller, "time", clock)
         monkeypatch.setattr("jaxspec.replanning.time", clock)
         monkeypatch.setattr(controller, "plan", self.plan)
-        monkeypatch.setattr(controller, "check_profile", lambda *_: None)
         monkeypatch.setattr(controller, "_arguments", lambda run: ())
         monkeypatch.setattr(controller, "search_plan", SimpleNamespace(
             lower=lambda *_: SimpleNamespace(compile=lambda: None)))  # fmt: skip
