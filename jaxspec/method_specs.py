@@ -77,7 +77,11 @@ def load_method(path: str | Path, draft_model: Decoder | None = None) -> Method:
     Raises:
         ValueError: it cannot be read or is not such a file, or what `build_method` raises.
     """
-    record = read_tuned(path)
+    return method_of(read_tuned(path), draft_model)
+
+
+def method_of(record: dict[str, Any], draft_model: Decoder | None = None) -> Method:
+    """The method of what `read_tuned` returns; raises as `build_method`."""
     config = record.get("config")
     return build_method(record["chosen"], draft_model, None if config is None else Path(config))
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxspec.checkpoint import Loaded, load
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
-from jaxspec.method_specs import describe, load_method, read_tuned
+from jaxspec.method_specs import describe, method_of, read_tuned
 from jaxspec.method_text import options_of
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
@@ -87,8 +87,9 @@ def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | Non
         check_vocabularies(target, draft)
         draft_model, draft_params = draft.model, draft.params
     if args.tuned is not None:
-        method = load_method(args.tuned, draft_model)
-        print(f"jaxspec: {args.tuned} chose {describe(read_tuned(args.tuned)['chosen'])}", file=sys.stderr)
+        record = read_tuned(args.tuned)
+        method = method_of(record, draft_model)
+        print(f"jaxspec: {args.tuned} chose {describe(record['chosen'])}", file=sys.stderr)
         return method, draft_params
     return (chosen(**options) if draft_model is None else chosen(model=draft_model, **options)), draft_params
 

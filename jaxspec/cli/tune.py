@@ -1,6 +1,7 @@
 """`jaxspec tune`."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"  {describe(spec):60} {rate:9.1f} tokens/s", flush=True)
         return Measured(spec, rate, timed.metrics.tokens_per_round.token_weighted)
 
-    log = lambda line: print(line, flush=True)  # noqa: E731
-    search = Search(measure, log, args.context + args.new_tokens, runs.models.target.config.group_size)
+    search = Search(
+        measure, partial(print, flush=True), args.context + args.new_tokens, runs.models.target.config.group_size
+    )
     finalists = [search.best_of([PLAIN])]
     if "vegas" in wanted:
         finalists.append(search.vegas())

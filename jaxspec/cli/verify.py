@@ -52,13 +52,14 @@ def _verify(args: argparse.Namespace) -> int:
         raise ValueError(f"--draws must be at least 100, got {args.draws}")
     if not args.temperature >= 0.1:
         raise ValueError(f"--temperature must be at least 0.1, got {args.temperature}")
-    text = read_text(args.prompt_file or Path(__file__).parents[1] / "decode.py")
+    source = args.prompt_file or Path(__file__).parents[1] / "decode.py"
+    text = read_text(source)
     keep_programs()
     dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
     method, draft_params = method_from_flags(args, loaded, dtype)
     models = Models(loaded.model, loaded.params, draft_params)
-    prompts = _prompts(args, loaded, text)
+    prompts = _prompts(args.model, loaded, source, text)
     unfiltered, filtered = jaxspec.Sampling(args.temperature), jaxspec.Sampling(args.temperature, top_p=0.8)
     checks: list[Check] = []
 
@@ -82,11 +83,11 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _prompts(args: argparse.Namespace, loaded: Any, text: str) -> list[list[int]]:
+def _prompts(model: str, loaded: Any, source: Path, text: str) -> list[list[int]]:
     if loaded.tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer")
+        raise ValueError(f"{model} has no tokenizer")
     ids = loaded.tokenizer(text)["input_ids"]
     if len(ids) < PROMPT_TOKENS[0]:
-        raise ValueError(f"--prompt-file {args.prompt_file}: {len(ids)} tokens, at least {PROMPT_TOKENS[0]} are needed")
+        raise ValueError(f"--prompt-file {source}: {len(ids)} tokens, at least {PROMPT_TOKENS[0]} are needed")
     # drafts must have rows to leave out, so the prompts are as long as a check can afford
     return [ids[:n] for n in PROMPT_TOKENS]

@@ -18,7 +18,7 @@ from pallas_kernels.row_selection import keys, packed
 
 
 def num_selected(words: jax.Array, ties: jax.Array) -> jax.Array:
-    """How many of the scores counted in `words`, see `packed.words`, are selected if `ties` equal ones are at most."""
+    """How many of the scores counted in `words`, see `keys.words`, are selected if `ties` equal ones are at most."""
     return (words & 0xFFFF) + jnp.minimum(jax.lax.shift_right_logical(words, jnp.int32(16)), ties)
 
 
@@ -79,6 +79,6 @@ def _find(scores_ref, through_ref, row, tile, groups, length, cut, slot, interpr
     first = group * packed.GROUP
     index = first[:, None] + jnp.arange(packed.GROUP, dtype=jnp.int32)[None, :]
     x = packed.load_eligible(scores_ref, row, index, length, inside=False)
-    words = packed.words(*packed.above_and_equal(x, cut.threshold, interpret))
+    words = keys.words(*packed.above_and_equal(x, cut.threshold, interpret))
     through = before[:, None] + jnp.cumsum(words, axis=1)
     return first + jnp.sum((num_selected(through, cut.ties) <= slot[:, None]).astype(jnp.int32), axis=1)

@@ -6,7 +6,7 @@ written score by score.
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.row_selection import compaction, keys, packed
 from pallas_kernels.row_selection.blocks import BlockSizes
+from pallas_kernels.row_selection.launch import launch
 
 
 def _kernel(
@@ -44,16 +45,12 @@ def row_selection(
     """See the public op. A row must fit a tile, and a tile hold 8 scores a thread."""
     num_rows, size = scores.shape
     assert size <= blocks.tile >= 256 * blocks.num_warps, blocks
-    rows, count, _ = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, interpret=interpret),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows, blocks.tile // packed.GROUP), jnp.int32),
-        ),
-        grid=(num_rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
-        interpret=interpret,
-        name="row_selection",
-    )(scores, length, k)
+    shapes = (
+        jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows, blocks.tile // packed.GROUP), jnp.int32),
+    )
+    kernel = partial(_kernel, interpret=interpret)
+    operands = (scores, length, k)
+    rows, count, _ = launch(kernel, "row_selection", (num_rows,), shapes, *operands, blocks=blocks, interpret=interpret)
     return rows, count

@@ -72,6 +72,11 @@ def search(reaching: Callable[[jax.Array], jax.Array], wanted: jax.Array, dtype:
     return Cut(threshold, wanted - above)
 
 
+def words(above: jax.Array, equal: jax.Array) -> jax.Array:
+    """int32: 1 above the threshold, 2^16 where equal, so that a sum holds both counts of at most `MAX_TILE` scores."""
+    return jnp.where(above, jnp.int32(1), jnp.where(equal, jnp.int32(1 << 16), jnp.int32(0)))
+
+
 def places(
     key: jax.Array, cut: Cut, above_before: jax.Array, equal_before: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -80,8 +85,8 @@ def places(
     The counts are of keys above the threshold and equal to it in the tiles before.
     """
     above, equal = key > cut.threshold, key == cut.threshold
-    # Both counts fit one word, so that one scan makes both.
-    word = jnp.where(above, 1, jnp.where(equal, 1 << 16, 0))
+    # One scan makes both counts.
+    word = words(above, equal)
     through = jnp.cumsum(word)
     total = jnp.sum(word)
     num_above = above_before + (through & 0xFFFF)

@@ -69,18 +69,13 @@ def group_words(x: jax.Array, key: jax.Array, interpret: bool) -> jax.Array:
     """int32 [N]: how many of each row of x [N,8] are above the threshold, plus 2^16 times how many are equal to it."""
     if interpret:
         above, equal = above_and_equal(x, key, interpret)
-        return jnp.sum(words(above, equal), axis=1)
+        return jnp.sum(keys.words(above, equal), axis=1)
     # Element by element, so that packs may be any two: 1.0 above the threshold, 65536.0 where equal, otherwise 0.0.
     # With booleans instead a row of 32,768 takes 102 registers a thread, not 64, and only one fits a multiprocessor.
     code = "set.gt.bf16x2.bf16x2 above, $1, $2; set.eq.bf16x2.bf16x2 equal, $1, $2; mov.b32 weight, 0x47804780; "
     code += "fma.rn.bf16x2 $0, equal, weight, above; "
     weights = _assembly("above, equal, weight", code, x, key, 2, jnp.bfloat16)
     return jnp.sum(weights.astype(jnp.float32), axis=1).astype(jnp.int32)
-
-
-def words(above: jax.Array, equal: jax.Array) -> jax.Array:
-    """int32: 1 above the threshold, 2^16 where equal, so that a sum holds both counts of at most 32,768 scores."""
-    return jnp.where(above, jnp.int32(1), jnp.where(equal, jnp.int32(1 << 16), jnp.int32(0)))
 
 
 def _at_least_infinity(key: jax.Array | int) -> jax.Array:

@@ -7,7 +7,7 @@ digit without a launch of its own for it, and the last launch knows how many the
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.row_selection import compaction, keys, packed
 from pallas_kernels.row_selection.blocks import MAX_RADIX_SIZE, BlockSizes
 from pallas_kernels.row_selection.histogram import histogram
+from pallas_kernels.row_selection.launch import launch
 from pallas_kernels.tiling import ceil_div, power_of_two
 
 BINS = 256
@@ -184,20 +185,14 @@ def row_selection(
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, *shape), jnp.int32)
 
-    def launch(kernel: Any, name: str, shapes: Any, *operands: jax.Array, **options: int) -> Any:
-        return pl.pallas_call(
-            functools.partial(kernel, blocks=blocks, interpret=interpret, **options),
-            out_shape=shapes,
-            grid=(tiles, num_rows),
-            compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
-            interpret=interpret,
-            name=name,
-        )(*operands)
+    def run(kernel: Any, name: str, shapes: Any, *operands: jax.Array, **options: int) -> Any:
+        kernel = partial(kernel, interpret=interpret, **options)
+        return launch(kernel, name, (tiles, num_rows), shapes, *operands, blocks=blocks, interpret=interpret)
 
     counts = array(tiles, BINS)
-    first = launch(_first_kernel, "row_selection_first", counts, scores, length)
+    first = run(_first_kernel, "row_selection_first", counts, scores, length)
     outputs = (counts, array(3), array(tiles))
-    second = launch(_second_kernel, "row_selection_second", outputs, scores, length, k, first, width=width)
+    second = run(_second_kernel, "row_selection_second", outputs, scores, length, k, first, width=width)
     outputs = (array(width), array(), array(tiles * blocks.tile // packed.GROUP))
-    rows, count, _ = launch(_write_kernel, "row_selection", outputs, scores, length, *second)
+    rows, count, _ = run(_write_kernel, "row_selection", outputs, scores, length, *second)
     return rows, count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -11,6 +9,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
+from pallas_kernels.row_selection.launch import launch
 
 
 def _kernel(scores_ref, length_ref, k_ref, rows_ref, count_ref, *, blocks: BlockSizes) -> None:
@@ -49,14 +48,6 @@ def row_selection(
 ) -> tuple[jax.Array, jax.Array]:
     """See the public op. A row must fit a tile."""
     num_rows = scores.shape[0]
-    return pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_rows, width), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-        ),
-        grid=(num_rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
-        interpret=interpret,
-        name="row_selection",
-    )(scores, length, k)
+    shapes = (jax.ShapeDtypeStruct((num_rows, width), jnp.int32), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
+    operands = (scores, length, k)
+    return launch(_kernel, "row_selection", (num_rows,), shapes, *operands, blocks=blocks, interpret=interpret)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.row_selection import keys
 from pallas_kernels.row_selection.blocks import BlockSizes
+from pallas_kernels.row_selection.launch import launch
 from pallas_kernels.tiling import ceil_div, power_of_two
 
 DIGIT_BITS = 4
@@ -172,24 +173,17 @@ def row_selection(
     state_shape = jax.ShapeDtypeStruct((num_rows, 2), jnp.int32)
     above_shape = jax.ShapeDtypeStruct((num_rows, tiles), jnp.int32)
 
-    def launch(kernel: Any, name: str, shapes: Any, *operands: jax.Array) -> Any:
-        return pl.pallas_call(
-            functools.partial(kernel, blocks=blocks),
-            out_shape=shapes,
-            grid=(tiles, num_rows),
-            compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
-            interpret=interpret,
-            name=name,
-        )(*operands)
+    def run(kernel: Any, name: str, shapes: Any, *operands: jax.Array) -> Any:
+        return launch(kernel, name, (tiles, num_rows), shapes, *operands, blocks=blocks, interpret=interpret)
 
     shift = keys.key_bits(scores.dtype) - DIGIT_BITS
-    counts = launch(_first_kernel, "row_selection_first", counts_shape, scores, length)
+    counts = run(_first_kernel, "row_selection_first", counts_shape, scores, length)
     state = ()
     while shift:
         shift -= DIGIT_BITS
         kernel = functools.partial(_digit_kernel, width=width, shift=shift, first=not state)
         shapes = (counts_shape, state_shape, above_shape)
-        counts, *state = launch(kernel, "row_selection_digit", shapes, scores, length, k, counts, *state)
+        counts, *state = run(kernel, "row_selection_digit", shapes, scores, length, k, counts, *state)
     rows_shape = jax.ShapeDtypeStruct((num_rows, width), jnp.int32)
     count_shape = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-    return launch(_write_kernel, "row_selection", (rows_shape, count_shape), scores, length, k, counts, *state)
+    return run(_write_kernel, "row_selection", (rows_shape, count_shape), scores, length, k, counts, *state)
