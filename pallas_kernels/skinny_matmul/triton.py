@@ -1,4 +1,8 @@
-"""Pallas-Triton kernels of `skinny_matmul` and `gated_matmul`: one tile holds all rows of x, weights are read once."""
+"""Pallas-Triton kernels of `skinny_matmul` and `gated_matmul`: one tile holds all rows of x, weights are read once.
+
+The products are those of the transposes: with the weight as left operand, whose tiles are wide enough, a warp group
+multiplies right from shared memory.
+"""
 
 from __future__ import annotations
 
@@ -15,62 +19,66 @@ from pallas_kernels.skinny_matmul.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div
 
 
-def _products(x_ref: Any, kernel_ref: Any, out_row: jax.Array, column: jax.Array, blocks: BlockSizes, members) -> list:
-    """float32 [rows, block_n] per member: x[out_row] @ kernel[:, member, column], over this program's share of depth.
+def _products(x_ref: Any, kernel_ref: Any, blocks: BlockSizes, members: tuple[int | None, ...]) -> list[jax.Array]:
+    """float32 [block_n, rows] per member: (x @ kernel[:, member]).T, this program's columns and part of the depth.
 
     x [R,D]; kernel [D,N], or [D,2,N] with members 0 and 1.
     """
     num_rows, depth = x_ref.shape
-    columns = kernel_ref.shape[-1]
+    out_row, column, owned = _indices(kernel_ref.shape[-1], blocks)
     steps = ceil_div(depth, blocks.block_k)
     split = pl.program_id(1)
     begin, end = steps * split // blocks.num_splits, steps * (split + 1) // blocks.num_splits
-    in_rows, in_columns = (out_row < num_rows)[:, None], (column < columns)[None, :]
+    x_mask, mask = (out_row < num_rows)[:, None], owned[None, :]
     even = depth % blocks.block_k == 0
 
     def step(index, sums):
         k = index * blocks.block_k + jnp.arange(blocks.block_k, dtype=jnp.int32)
-        x_mask, kernel_mask = in_rows, None if columns % blocks.block_n == 0 else in_columns
-        if not even:
-            x_mask &= (k < depth)[None, :]
-            kernel_mask = (k < depth)[:, None] & in_columns
-        x = pltriton.load(x_ref.at[out_row[:, None], k[None, :]], mask=x_mask, other=0.0)
+        x_here = x_mask if even else x_mask & (k < depth)[None, :]
+        here = mask if even else mask & (k < depth)[:, None]
+        x = pltriton.load(x_ref.at[out_row[:, None], k[None, :]], mask=x_here, other=0.0)
         at = (
             kernel_ref.at[k[:, None], column[None, :]]
             if member is None
             else kernel_ref.at[k[:, None], member, column[None, :]]
             for member in members
         )
-        other = None if kernel_mask is None else 0.0
         # read once, unlike x
-        tiles = [pltriton.load(ref, mask=kernel_mask, other=other, eviction_policy="evict_first") for ref in at]
-        return [s + pltriton.dot(x, tile, allow_tf32=False) for s, tile in zip(sums, tiles, strict=True)]
+        tiles = [pltriton.load(ref, mask=here, other=0.0, eviction_policy="evict_first") for ref in at]
+        product = functools.partial(pltriton.dot, trans_a=True, trans_b=True, allow_tf32=False)
+        return [total + product(tile, x) for total, tile in zip(sums, tiles, strict=True)]
 
-    zeros = jnp.zeros((blocks.rows, blocks.block_n), jnp.float32)
+    zeros = jnp.zeros((blocks.block_n, blocks.rows), jnp.float32)
     return jax.lax.fori_loop(begin, end, step, [zeros for _ in members])
 
 
-def _indices(blocks: BlockSizes) -> tuple[jax.Array, jax.Array]:
-    out_row = jnp.arange(blocks.rows, dtype=jnp.int32)
-    return out_row, pl.program_id(0) * blocks.block_n + jnp.arange(blocks.block_n, dtype=jnp.int32)
+def _indices(columns: int, blocks: BlockSizes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This program's rows [rows] and columns [block_n], and which of the columns are its own."""
+    column = jnp.arange(blocks.block_n, dtype=jnp.int32)
+    first = pl.program_id(0) * blocks.columns
+    owned = column < jnp.minimum(blocks.columns, columns - first)
+    return jnp.arange(blocks.rows, dtype=jnp.int32), first + column, owned
+
+
+def _store(ref: Any, part: tuple[Any, ...], product: jax.Array, blocks: BlockSizes) -> None:
+    """Writes product [block_n, rows] into ref[part], [R, N]."""
+    rows, columns = ref.shape[-2:]
+    row, column, owned = _indices(columns, blocks)
+    mask = owned[:, None] & (row < rows)[None, :]
+    pltriton.store(ref.at[*part, row[None, :], column[:, None]], product.astype(ref.dtype), mask=mask)
 
 
 def _skinny_kernel(x_ref, kernel_ref, out_ref, *, blocks: BlockSizes) -> None:
     """x [R,D], kernel [D,N] -> out [C,R,N]."""
-    out_row, column = _indices(blocks)
-    (product,) = _products(x_ref, kernel_ref, out_row, column, blocks, (None,))
-    mask = (out_row < out_ref.shape[1])[:, None] & (column < out_ref.shape[2])[None, :]
-    pltriton.store(out_ref.at[pl.program_id(1), out_row[:, None], column[None, :]], product, mask=mask)
+    (product,) = _products(x_ref, kernel_ref, blocks, (None,))
+    _store(out_ref, (pl.program_id(1),), product, blocks)
 
 
 def _gated_kernel(x_ref, kernel_ref, out_ref, *, blocks: BlockSizes) -> None:
     """x [R,D], kernel [D,2,I] -> out [R,I]."""
-    out_row, column = _indices(blocks)
-    products = _products(x_ref, kernel_ref, out_row, column, blocks, (0, 1))
+    products = _products(x_ref, kernel_ref, blocks, (0, 1))
     gate, up = (p.astype(out_ref.dtype).astype(jnp.float32) for p in products)
-    mask = (out_row < out_ref.shape[0])[:, None] & (column < out_ref.shape[1])[None, :]
-    hidden = gate * jax.nn.sigmoid(gate) * up
-    pltriton.store(out_ref.at[out_row[:, None], column[None, :]], hidden.astype(out_ref.dtype), mask=mask)
+    _store(out_ref, (), gate * jax.nn.sigmoid(gate) * up, blocks)
 
 
 def _call(
@@ -79,7 +87,7 @@ def _call(
     return pl.pallas_call(
         functools.partial(kernel, blocks=blocks),
         out_shape=out,
-        grid=(ceil_div(weight.shape[-1], blocks.block_n), blocks.num_splits),
+        grid=(ceil_div(weight.shape[-1], blocks.columns), blocks.num_splits),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name=name,
