@@ -207,7 +207,8 @@ def test_the_models_hash(pair):
 def test_records_are_checked(tmp_path):
     path = tmp_path / "x.json"
     for record, message in (
-        ({"schema_version": 1, "kind": "dustin"}, "not a retrieval-heads file"),
+        ({"schema_version": 1, "kind": "dustin"}, r"not a retrieval-heads file \(its kind is 'dustin'\)"),
+        ({}, r"not a retrieval-heads file \(it states no kind\)"),
         ({"schema_version": 9, "kind": HEADS}, "schema version 9 instead of 1"),
     ):
         path.write_text(json.dumps(record))
