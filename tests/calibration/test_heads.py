@@ -1,6 +1,7 @@
 """Planted retrieval heads are found, and a scan survives interruption."""
 
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,13 @@ def run_scan(monkeypatch, models, path, fake, **changes):
     scan = Scan(**{"lengths": (300, 450), "depths": 5, **changes})
     record = scan_heads("tiny", models, encode, [encode(filler(300))], scan, path, progress=lambda *n: seen.append(n))
     return record, seen
+
+
+def test_a_needle_is_made_once(monkeypatch, pair, tmp_path):
+    made = mock.Mock(wraps=make_needle)
+    monkeypatch.setattr(scan_module, "make_needle", made)
+    run_scan(monkeypatch, pair[0], tmp_path / "heads.json", Fake())
+    assert made.call_count == 10
 
 
 def test_an_interrupted_scan_goes_on_where_it_stopped(monkeypatch, pair, tmp_path):
