@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jaxspec
 from jaxspec.models import RopeConfig, init_params
 
-PROMPT = "Write one sentence about the sea."
+PROMPT = "The sea was calm that morning, and"
 
 
 @partial(jax.jit, static_argnames=("model", "eos_ids", "num_samples", "max_new_tokens"))

@@ -46,7 +46,8 @@ def generate_many(
     an ended prompt is given to the next one: it is prefilled alone, then decoded with the others. The token ids of each
     prompt are those that `generate` returns for it with `fold_in(key, index)`, unless the method does something for the
     whole batch that changes them, as the refreshes of Dustin do. A method that replans keeps the plan that it made on
-    the device for the first `batch` prompts. Driven from the host, so not under jit.
+    the device for the first `batch` prompts; with a batch of 1 it makes one for each prompt. Driven from the host, so
+    not under jit.
 
     Args:
         model: the target model.
@@ -95,6 +96,8 @@ def _completions(
     rows: list[int | None] = list(range(batch))
     static = {"method": method, "max_new_tokens": max_new_tokens}
     state = run_prefill(models, _rows_of(request, rows), logprobs=logprobs, **static)
+    # the plan of the first prefill stays in the state, so those of later rows need not make one
+    later = static if batch == 1 else {**static, "method": method.fixed(models.target.config.num_layers)}
     following = batch
     while any(row is not None for row in rows):
         running = sum(row is not None for row in rows)
@@ -108,7 +111,7 @@ def _completions(
             yield _completion(rows[place], jax.tree.map(np.asarray, _row(_small(state), place)))
             rows[place] = None
             if following < count:
-                alone = run_prefill(models, _rows_of(request, [following]), logprobs=logprobs, **static)
+                alone = run_prefill(models, _rows_of(request, [following]), logprobs=logprobs, **later)
                 state = _insert(state, alone, np.int32(place)) if batch > 1 else alone
                 rows[place], following = following, following + 1
 

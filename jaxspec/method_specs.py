@@ -9,9 +9,13 @@ from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
 from jaxspec.method_text import options_of, parse_text
 from jaxspec.methods import Method, find_methods
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.rope import RopeConfig
 
 TUNED = "tuned"
+# stands for a draft model that is not loaded yet, so that all other options can be checked: it lacks no head
+ANY_DRAFT_MODEL = Decoder(ModelConfig("llama", 1, 1, 1, 2**31, 2**31, 2**31, 2, 1, RopeConfig()))
 
 
 def parse_spec(text: str) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     except ConversionError as error:
         raise ValueError(str(error)) from None
     if record.get("kind") != kind:
-        raise ValueError(f"{path}: not a {kind} file (its kind is {record.get('kind', 'missing')!r})")
+        found = f"its kind is {record['kind']!r}" if "kind" in record else "it states no kind"
+        raise ValueError(f"{path}: not a {kind} file ({found})")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path}: schema version {record.get('schema_version')!r} instead of {SCHEMA_VERSION}")
     return record

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.calibration.heads import answer
-from jaxspec.calibration.needles import Encode, make_needle
+from jaxspec.calibration.needles import Encode, Needle, make_needle
 from jaxspec.calibration.records import HEADS, describe, read_record, write_record
 from jaxspec.methods.base import Models
 
@@ -89,14 +89,15 @@ def scan_heads(
     partial = path.with_name(path.name + ".partial")
     runs: dict[str, Any] = _resume(partial, head) if partial.exists() else {}
     jobs = scan.jobs()
-    for _, length, depth, seed in jobs:
-        if length == min(scan.lengths):
-            make_needle(encode, texts[seed % len(texts)], length, depth, seed, wrap)
+    # all of them first: a length that is too short is refused before any work
+    left = [
+        (key, length, make_needle(encode, texts[seed % len(texts)], length, depth, seed, wrap))
+        for key, length, depth, seed in jobs
+        if key not in runs
+    ]
     progress(len(runs), len(jobs))
-    for batch in _batches([job for job in jobs if job[0] not in runs]):
-        needles = [
-            make_needle(encode, texts[seed % len(texts)], length, depth, seed, wrap) for _, length, depth, seed in batch
-        ]
+    for batch in _batches(left):
+        needles = [needle for *_, needle in batch]
         # every batch of one length has one size, so that it needs one program
         length = batch[0][1]
         size = min(_batch_size(length), scan.depths * scan.repeats)
@@ -129,7 +130,7 @@ def _batch_size(length: int) -> int:
     return max(TOKENS_AT_ONCE // length, 1)
 
 
-def _batches(jobs: list[tuple[str, int, float, int]]) -> Iterator[list[tuple[str, int, float, int]]]:
+def _batches(jobs: list[tuple[str, int, Needle]]) -> Iterator[list[tuple[str, int, Needle]]]:
     while jobs:
         batch = [job for job in jobs if job[1] == jobs[0][1]][: _batch_size(jobs[0][1])]
         yield batch

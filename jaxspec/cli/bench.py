@@ -10,6 +10,7 @@ from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
     check_tables,
+    check_values,
     environment,
     load_drafts,
     open_runs,
@@ -71,6 +72,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError(f"--layers must lie in 1..{whole // 2} for {args.shape}, got {args.layers}")
     if specs[0]["method"] != "plain":
         specs.insert(0, {"method": "plain", "options": {}})
+    check_values(args, specs, args.batch, args.context)
 
     keep_programs()
     record = {"schema_version": 1, "kind": "bench", **environment(args), "results": []}

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.benchmarking.shapes import check_memory
 from jaxspec.cli.device import default_dtype, keep_programs
-from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
+from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
 from jaxspec.metrics import measure
 from jaxspec.text import read_text
@@ -57,13 +57,18 @@ def _generate(args: argparse.Namespace) -> int:
     sampling = jaxspec.Sampling(args.temperature if args.temperature != 0 else None, **filters)
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed must lie in 0..{2**32 - 1}, got {args.seed}")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    sampling.check(1)
+    if "" in args.stop:
+        raise ValueError("--stop must be text, got an empty string")
     check_outputs(args.trace, args.plot)
-    check_method_flags(args)
+    method = method_from_flags(args)
     prompt = _read_prompt(args)
     keep_programs()
     dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
-    method, draft_params = method_from_flags(args, loaded, dtype)
+    method, draft_params = load_draft(args, method, loaded, dtype)
     if loaded.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer")
     ids = _encode(loaded.tokenizer, prompt, args.chat)
@@ -135,6 +140,8 @@ def _read_prompt(args: argparse.Namespace) -> str:
         raise ValueError("no prompt: give --prompt, --prompt-file or text on standard input")
     else:
         prompt = sys.stdin.read()
+    if not prompt:
+        raise ValueError("the prompt is empty")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ValueError("the prompt is not valid UTF-8")
     return prompt
@@ -149,7 +156,7 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     # a chat template writes its own special tokens
     ids = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
     if not ids:
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt holds no token of this model")
     return ids
 
 

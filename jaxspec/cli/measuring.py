@@ -47,6 +47,23 @@ def check_tables() -> None:
         raise ValueError("this command needs rich: pip install 'jaxspec[bench]'")
 
 
+def check_values(
+    args: argparse.Namespace, specs: list[dict[str, Any]], batches: list[int], contexts: list[int]
+) -> None:
+    """Raises ValueError, before any model is loaded, for sizes and for options of methods that are out of range."""
+    from jaxspec.method_specs import ANY_DRAFT_MODEL, build_method
+
+    for flag, values, least in (
+        ("--batch", batches, 1),
+        ("--context", contexts, 2),
+        ("--new-tokens", [args.new_tokens], 2),
+    ):
+        if min(values) < least:
+            raise ValueError(f"{flag} must be at least {least}, got {min(values)}")
+    for spec in specs:
+        build_method(spec, ANY_DRAFT_MODEL, args.config)
+
+
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a record says about where it was made."""
     import jax
@@ -127,9 +144,6 @@ def open_runs(
     from jaxspec.methods import Models
     from jaxspec.models import Decoder
 
-    for name, value in (("--batch", batch), ("--context", context), ("--new-tokens", args.new_tokens)):
-        if value < (1 if name == "--batch" else 2):
-            raise ValueError(f"{name} must be at least {1 if name == '--batch' else 2}, got {value}")
     if sources.target is None:
         dtype = jnp.dtype(args.dtype or "bfloat16")
         config = replace(SHAPES[args.shape], num_layers=layers or SHAPES[args.shape].num_layers)

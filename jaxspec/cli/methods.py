@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Loaded, load
-from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
-from jaxspec.method_specs import describe, method_of, read_tuned
+from jaxspec.method_specs import ANY_DRAFT_MODEL, describe, method_of, read_tuned
 from jaxspec.method_text import options_of
 from jaxspec.methods import Method, find_methods
 from jaxspec.types import Params
@@ -39,14 +38,16 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The options given for the chosen method, before any model is loaded; fills in `args.method` and `args.draft`.
+def method_from_flags(args: argparse.Namespace) -> Method:
+    """The chosen method, before any model is loaded; fills in `args.method` and `args.draft`.
+
+    A method that has a draft model holds `ANY_DRAFT_MODEL` until `load_draft`.
 
     Raises:
-        ValueError: a flag that the method does not have, or a draft model that is missing or not wanted.
+        ValueError: a flag that the method does not have, a value out of range, or a draft model that is missing or not
+            wanted.
     """
     methods = find_methods()
-    options: dict[str, Any] = {}
     if args.tuned is not None:
         record = read_tuned(args.tuned)
         tuned = record["chosen"]["method"]
@@ -54,44 +55,41 @@ def check_method_flags(args: argparse.Namespace) -> dict[str, Any]:
         if args.method not in (None, tuned) or args.config is not None or others:
             raise ValueError("--tuned brings a method with all its options: leave out --method, --config and options")
         args.method, args.draft = tuned, args.draft or record.get("draft")
-        return options
-    args.method = args.method or "plain"
-    for flag, users in _options(methods).items():
-        field = next(iter(users.values()))
-        value = getattr(args, field.name)
-        if value is None:
-            continue
-        if args.method not in users:
-            raise ValueError(f"{flag} does not apply to --method {args.method}; it belongs to {', '.join(users)}")
-        options[field.name] = tuple(value) if isinstance(value, list) else value
-    if args.config is not None:
-        if args.method not in _configured(methods):
+    else:
+        args.method, options = args.method or "plain", {}
+        for flag, users in _options(methods).items():
+            field = next(iter(users.values()))
+            value = getattr(args, field.name)
+            if value is None:
+                continue
+            if args.method not in users:
+                raise ValueError(f"{flag} does not apply to --method {args.method}; it belongs to {', '.join(users)}")
+            options[field.name] = value
+        if args.config is not None and args.method not in _configured(methods):
             raise ValueError(f"--config does not apply to --method {args.method}")
-        options = options_from_config(args.config, options.get("budget")) | options
-    needs_draft = methods[args.method].needs_draft_params
+        record = {"chosen": {"method": args.method, "options": options}, "config": args.config}
+    needs_draft = args.method in methods and methods[args.method].needs_draft_params
     if needs_draft != (args.draft is not None):
         raise ValueError(f"--method {args.method} {'needs' if needs_draft else 'takes no'} --draft MODEL")
-    return options
+    method = method_of(record, ANY_DRAFT_MODEL)
+    if args.tuned is not None:
+        print(f"jaxspec: {args.tuned} chose {describe(record['chosen'])}", file=sys.stderr)
+    return method
 
 
-def method_from_flags(args: argparse.Namespace, target: Loaded, dtype: str | None) -> tuple[Method, Params | None]:
-    """The chosen method, and the draft model's parameters where it has one.
+def load_draft(
+    args: argparse.Namespace, method: Method, target: Loaded, dtype: str | None
+) -> tuple[Method, Params | None]:
+    """The method of `method_from_flags` with its draft model, and that model's parameters, where it has one.
 
     Raises:
-        ValueError: as `check_method_flags`, a value out of range, or a draft model of another vocabulary.
+        ValueError: the draft model has another vocabulary, or lacks heads that the method names.
     """
-    options, chosen = check_method_flags(args), find_methods()[args.method]
-    draft_model = draft_params = None
-    if args.draft is not None:
-        draft = load(args.draft, dtype=dtype)
-        check_vocabularies(target, draft)
-        draft_model, draft_params = draft.model, draft.params
-    if args.tuned is not None:
-        record = read_tuned(args.tuned)
-        method = method_of(record, draft_model)
-        print(f"jaxspec: {args.tuned} chose {describe(record['chosen'])}", file=sys.stderr)
-        return method, draft_params
-    return (chosen(**options) if draft_model is None else chosen(model=draft_model, **options)), draft_params
+    if not method.needs_draft_params:
+        return method, None
+    draft = load(args.draft, dtype=dtype)
+    check_vocabularies(target, draft)
+    return dataclasses.replace(method, model=draft.model), draft.params
 
 
 def _configured(methods: dict[str, type[Method]]) -> set[str]:

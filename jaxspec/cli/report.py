@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def check_output(flag: str, path: Path | None) -> None:
     """Raises ValueError before a run whose file could not be written after it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{flag} {path}: not a file in an existing directory")
+    if path is not None:
+        try:
+            # permissions do not tell: nobody may write to /proc
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()
+        except OSError as error:
+            raise ValueError(f"{flag} {path}: its directory cannot be written to: {error.strerror}") from None
 
 
 def check_plot(path: Path | None) -> None:

@@ -10,6 +10,7 @@ from jaxspec.cli.measuring import (
     add_measuring_flags,
     add_speedups,
     check_tables,
+    check_values,
     environment,
     load_drafts,
     open_runs,
@@ -60,6 +61,8 @@ def _tune(args: argparse.Namespace) -> int:
             if args.only and args.draft is None:
                 raise ValueError(f"--only {name} needs --draft MODEL")
             wanted.discard(name)
+    specs = [{"method": name, "options": {}} for name in wanted]
+    check_values(args, specs, [args.batch], [args.context])
 
     from jaxspec.benchmarking.runs import measure_interleaved
     from jaxspec.benchmarking.search import PLAIN, Measured, Search
@@ -68,7 +71,7 @@ def _tune(args: argparse.Namespace) -> int:
     keep_programs()
     record = {"schema_version": 1, "kind": TUNED, **environment(args), "context": args.context, "batch": args.batch}
     args.ceiling = record["ceiling_bytes_per_second"]
-    sources = load_drafts(args, [{"method": name, "options": {}} for name in wanted])
+    sources = load_drafts(args, specs)
     runs, _ = open_runs(args, [PLAIN, _longest()], sources, args.batch, args.context)
 
     def measure(spec: dict[str, Any]) -> Measured:

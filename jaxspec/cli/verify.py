@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
-from jaxspec.cli.methods import add_method_flags, check_method_flags, method_from_flags, option_values
+from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
 from jaxspec.text import read_text
 
 PROMPT_TOKENS = (700, 450, 200)
@@ -45,7 +45,7 @@ def _verify(args: argparse.Namespace) -> int:
     chosen = find_methods().get(args.method)
     if chosen is not None and not chosen.lossless:
         raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
-    check_method_flags(args)
+    method = method_from_flags(args)
     if args.method == "plain":
         raise ValueError("choose a --method to verify: plain decoding is what the others are compared with")
     if args.draws < 100:
@@ -57,7 +57,7 @@ def _verify(args: argparse.Namespace) -> int:
     keep_programs()
     dtype = default_dtype(args.dtype)
     loaded = jaxspec.load(args.model, dtype=dtype)
-    method, draft_params = method_from_flags(args, loaded, dtype)
+    method, draft_params = load_draft(args, method, loaded, dtype)
     models = Models(loaded.model, loaded.params, draft_params)
     prompts = _prompts(args.model, loaded, source, text)
     unfiltered, filtered = jaxspec.Sampling(args.temperature), jaxspec.Sampling(args.temperature, top_p=0.8)

@@ -178,7 +178,8 @@ class Method:
         return self
 
     def fixed(self, num_layers: int) -> "Method":
-        """The method without anything that depends on measured times, for checks that must repeat exactly."""
+        """The method without anything that depends on measured times, for checks that must repeat exactly and for
+        prefills whose plan is not used; where it runs as one program, its method state has the same shapes."""
         return self
 
 

@@ -1,6 +1,7 @@
 """Planted retrieval heads are found, and a scan survives interruption."""
 
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,13 @@ def run_scan(monkeypatch, models, path, fake, **changes):
     return record, seen
 
 
+def test_a_needle_is_made_once(monkeypatch, pair, tmp_path):
+    made = mock.Mock(wraps=make_needle)
+    monkeypatch.setattr(scan_module, "make_needle", made)
+    run_scan(monkeypatch, pair[0], tmp_path / "heads.json", Fake())
+    assert made.call_count == 10
+
+
 def test_an_interrupted_scan_goes_on_where_it_stopped(monkeypatch, pair, tmp_path):
     whole, seen = run_scan(monkeypatch, pair[0], tmp_path / "whole.json", Fake())
     assert seen[0] == (0, 10)
@@ -207,7 +215,8 @@ def test_the_models_hash(pair):
 def test_records_are_checked(tmp_path):
     path = tmp_path / "x.json"
     for record, message in (
-        ({"schema_version": 1, "kind": "dustin"}, "not a retrieval-heads file"),
+        ({"schema_version": 1, "kind": "dustin"}, r"not a retrieval-heads file \(its kind is 'dustin'\)"),
+        ({}, r"not a retrieval-heads file \(it states no kind\)"),
         ({"schema_version": 9, "kind": HEADS}, "schema version 9 instead of 1"),
     ):
         path.write_text(json.dumps(record))

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,14 @@ def test_many_prompts(capsys, checkpoint, tmp_path):
     example("many_prompts").main(checkpoint.converted, str(tmp_path), 2, 100, 8)
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.partition(":")[0] for line in lines) == ["first.txt", "second.txt", "third.txt"]
+
+
+@pytest.mark.parametrize("name", ["long_document", "many_prompts"])
+def test_usage(name):
+    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"\npython examples/{name}.py checkpoints/smollm2 docs" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_with_a_checkpoint(capsys, checkpoint):

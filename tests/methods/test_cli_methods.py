@@ -171,6 +171,7 @@ def test_a_draft_model_and_json(capsys):
         (["--method", "draft-model", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
         (["--trace", "/"], "--trace /: not a file in an existing directory"),
         (["--plot", "/no/such/place/plot.png"], "--plot /no/such/place/plot.png: not a file in an existing directory"),
+        (["--trace", "/proc/x.json"], "--trace /proc/x.json: its directory cannot be written to: "),
         (["--plot", "plot.xyz"], "--plot plot.xyz: the suffix must be one of "),
     ],
 )

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dustin_cases import BUDGET, chosen_by, drafted, forward, state_after, text_of, weights, whole
 from method_cases import GREEDY, LENGTHS, G, make_case, prompts, rounds_of
-from test_dustin import BUDGET, chosen_by, drafted, forward, state_after, text_of, weights, whole
 
 from jaxspec.dustin.refresh import run_refresh
 from jaxspec.dustin.rivals import OBSERVED, POOL, Ranked, ranked_rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from knapspec_cases import KEY, MOST, NEW, models, plain, profile, request_of
 from method_cases import LENGTHS, prompts
 
-from jaxspec import KnapSpec, Plan, Vegas, generate, stream
+from jaxspec import KnapSpec, Plan, Vegas, generate, generate_many, stream
 from jaxspec import decode as decode_module
 from jaxspec.decode import decode_in_segments
+from jaxspec.methods import knapspec
 from jaxspec.methods.knapspec import traced_plan
 
 
@@ -110,3 +112,19 @@ def test_under_a_callers_jit():
     for method in (KnapSpec(), KnapSpec(profile=profile()), KnapSpec(execution="traced")):
         with pytest.raises(ValueError, match="give a plan, or execution='traced' with a profile"):
             run(method)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_many_prompts_follow_the_plan_of_the_first(monkeypatch, batch):
+    """No prefill makes a plan that would not be used."""
+    search = mock.Mock(wraps=knapspec.search_plan)
+    monkeypatch.setattr(knapspec, "search_plan", search)
+    # no other test has these options, under which nothing is compiled yet
+    method = KnapSpec(execution="traced", profile=profile(), max_draft=MOST, max_cells=5 + batch)
+    ids = [row[:length].tolist() for row, length in zip(*prompts(), strict=True)]
+    run = {"batch": batch, "method": method, "max_new_tokens": NEW}
+    for completion in generate_many(models().target, models().params, ids, KEY, **run):
+        np.testing.assert_array_equal(completion.tokens, plain().tokens[completion.index, :NEW])
+        assert completion.stats.drafted.max() == MOST
+    traced = [call.args[2].shape for call in search.call_args_list]
+    assert {shape[0] for shape in traced} == {batch}
