@@ -194,7 +194,7 @@ def test_only_committed_rows_of_the_prefix_are_read(setup):
 def test_a_long_prefix_and_few_cells(setup, monkeypatch):
     """Chunks of the prefix that do not divide the cache's 64 rows; cells beyond the number asked for do not exist."""
     s, whole = setup, run(setup, limit=3)
-    monkeypatch.setattr("jaxspec.planning.knapsack.CHUNK", 7)
+    monkeypatch.setattr("jaxspec.planning.prefix_attention.CHUNK", 7)
     parts = run(s, limit=3, cells=4)
     assert parts.alive.tolist() == [True] * 4
     assert whole.alive.tolist() == [True] * 4 + [False] * (CELLS - 4)
