@@ -264,7 +264,7 @@ def _attend(
     scale: float,
     backend: str | None,
 ) -> Array:
-    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and the prefix; see `prefix_attention` for the rest, `live` in cells."""
+    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and the prefix; the rest as in `prefix_attention`, `live` in cells."""
     batch, kv_heads, _, group, r, head_dim = q.shape
     options = {"preferred_element_type": jnp.float32, "precision": precision_of(q)}
     logits = jnp.einsum("bkcgrh,bkcsh->bkcgrs", q, k, **options) * scale

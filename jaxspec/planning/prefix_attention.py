@@ -71,9 +71,7 @@ def prefix_attention(
     return _kernel_call(q, k, v, start, live, rows, scale=scale, interpret=backend == "interpret")
 
 
-def _in_chunks(
-    q: Array, k: Array, v: Array, start: Array, rows: Array | None, scale: float
-) -> tuple[Array, Array]:
+def _in_chunks(q: Array, k: Array, v: Array, start: Array, rows: Array | None, scale: float) -> tuple[Array, Array]:
     """A running softmax over chunks, up to the longest prefix."""
     batch, kv_heads, queries, head_dim = q.shape
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -131,7 +129,7 @@ def _kernel_call(
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _kernel(q_ref, k_ref, v_ref, start_ref, live_ref, *refs, scale: float, blocks: BlockSizes) -> None:  # type: ignore[no-untyped-def]
+def _kernel(q_ref, k_ref, v_ref, start_ref, live_ref, *refs, scale: float, blocks: BlockSizes) -> None:
     """Attends one tile of queries to one split of the rows.
 
     q [B,K,Q,H]; k, v [B',S,K,H]; start [B]; live [1]; then rows [B,S] where there are any; then the results
@@ -156,7 +154,7 @@ def _kernel(q_ref, k_ref, v_ref, start_ref, live_ref, *refs, scale: float, block
     begin, end = steps * split // blocks.num_splits, steps * (split + 1) // blocks.num_splits
     base_two = scale * math.log2(math.e)
 
-    def attend(step, state, masked):  # type: ignore[no-untyped-def]
+    def attend(step, state, masked):
         row = step * blocks.block_s + jnp.arange(blocks.block_s, dtype=jnp.int32)
         seen = row < length
         if listed:
@@ -166,7 +164,7 @@ def _kernel(q_ref, k_ref, v_ref, start_ref, live_ref, *refs, scale: float, block
         if head_dim != column.size:
             mask = in_head[None, :] if mask is None else mask & in_head[None, :]
 
-        def load(ref):  # type: ignore[no-untyped-def]
+        def load(ref):
             at = ref.at[batch, row[:, None], kv_head, column[None, :]]
             return pltriton.load(at, mask=mask, other=None if mask is None else 0.0)
 
