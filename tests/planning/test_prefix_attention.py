@@ -1,11 +1,14 @@
 """Attention to a shared prefix against a float64 softmax, in chunks and as the kernel, interpreted."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.planning import prefix_attention as module
 from jaxspec.planning.prefix_attention import prefix_attention
+from tests.kernels.compile_for_h200 import compile_for_h200
+from tests.kernels.machine_code import usage
 
 SCALE = 0.3
 
@@ -92,3 +95,47 @@ def test_wrong_operands(change, message):
     arguments = {"q": q, "k": k, "v": v, "start": np.zeros(2, np.int32), "rows": None, **change}
     with pytest.raises(ValueError, match=message):
         prefix_attention(**arguments, live=jnp.int32(3), scale=SCALE, backend="xla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True])
+def test_on_a_gpu(listed):
+    """bfloat16: each softmax weight is rounded by 2^-9 of itself before it meets the values."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in operands(1000, 128, 3000, more=0))
+    start, rows = np.array([2500, 70], np.int32), None
+    seen = np.arange(3000) < start[:, None]
+    if listed:
+        rows = np.random.default_rng(1).integers(-500, 3000, (2, 3000)).astype(np.int32)
+        seen = (rows >= 0) & (rows < start[:, None])
+    out, lse = prefix_attention(q, k, v, start, jnp.int32(1000), scale=SCALE, rows=rows, backend="pallas")
+    wanted = expected(*(np.asarray(x, np.float32) for x in (q, k, v)), seen)
+    np.testing.assert_allclose(out, wanted[0], atol=2**-9 * float(jnp.max(jnp.abs(v))) + 1e-4)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-3)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(
+    ("batch", "queries", "head_dim", "capacity", "dtype", "listed"),
+    [
+        (1, 6144, 128, 32256, jnp.bfloat16, False),  # 32 branches of 32 tokens, 6 query heads a kv head
+        (16, 768, 128, 32256, jnp.bfloat16, False),
+        (1, 6144, 128, 2304, jnp.bfloat16, True),
+        (1, 192, 128, 32256, jnp.bfloat16, False),
+        (1, 3072, 64, 4096, jnp.bfloat16, False),
+        (1, 6144, 128, 4096, jnp.float32, False),
+    ],
+)
+def test_machine_code(batch, queries, head_dim, capacity, dtype, listed):
+    """The kernel fits an H200, and nothing spills."""
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def call(q, k, v, start, live, rows=None):
+        return prefix_attention(q, k, v, start, live, scale=SCALE, rows=rows, backend="pallas")
+
+    q, kv = array(batch, 2, queries, head_dim, dtype=dtype), array(batch, capacity, 2, head_dim, dtype=dtype)
+    rows = [array(batch, capacity)] if listed else []
+    used = usage(compile_for_h200(call, q, kv, kv, array(batch), array(), *rows))
+    assert used.keys() >= {"prefix_attention", "prefix_attention_merge"}
+    assert all(use.stack == 0 for use in used.values()), used
