@@ -38,7 +38,7 @@ class KnapSpecReport(Report):
 
 
 def _is_long(value) -> bool:
-    return isinstance(value, list | tuple | dict) and len(value) > 3
+    return isinstance(value, list | tuple | dict) and (len(value) > 3 or any(isinstance(x, dict) for x in value))
 
 
 def main() -> None:

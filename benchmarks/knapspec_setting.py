@@ -19,7 +19,7 @@ from jaxspec.metrics import measure as figures_of
 from jaxspec.models import cache_capacity, init_cache
 from jaxspec.planning import LatencyProfile, Planned, PlannerOptions, plan
 from jaxspec.planning.measure import Measurement, describe, measure
-from jaxspec.planning.plan import search_plan
+from jaxspec.planning.plan import fitted, read_search, search_plan
 from jaxspec.prefill import fill_cache
 from jaxspec.requests import check_request
 from jaxspec.types import DecodeState, LayerMask
@@ -81,7 +81,7 @@ class Setting:
         for method, options in planners:
             select = partial(_selection, self.models, method=method)
             state = self._state_shapes(method)
-            costs = self.profile.costs(method.sparse)
+            costs, options = self.profile.costs(method.sparse), self._fitted(options, method, self.context)
             arguments = (self.request.prompt, self.request.prompt_length, state.tokens, state.length, costs, options)
             lowered.append(search_plan.lower(self.models, state.cache, *arguments, jax.eval_shape(select, state=state)))
         # one after another: a GPU's compiler times its choices on the device, and keeps what it found for the next
@@ -115,9 +115,45 @@ class Setting:
             state, run = decode_in_segments(self.models, self.request, method, self.new_tokens, state=state)
             self.cache = state.cache
         figures = self._figures(state, run.decode_seconds + run.replan_seconds)
-        share = run.replan_seconds / (run.decode_seconds + run.replan_seconds)
-        return {**figures, "planner_share": share, "planner_seconds": run.replan_seconds, "plans": run.log,
-                "decode_only_seconds": run.decode_seconds, "compile_seconds": run.compile_seconds}  # fmt: skip
+        return {
+            **figures,
+            "num_plans": len(run.log),
+            "seconds_per_plan": run.replan_seconds / len(run.log),
+            "planner_seconds": run.replan_seconds,
+            "planner_share": run.replan_seconds / (run.decode_seconds + run.replan_seconds),
+            "plans": run.log,
+            "decode_only_seconds": run.decode_seconds,
+            "compile_seconds": run.compile_seconds,
+        }
+
+    def planner_cost(self, method: KnapSpec, repeats: int = 5) -> dict:
+        """Median seconds of planning after the prompt, compile time left out: those that the host waits for the device,
+        and those before and after, when it calls the program and reads what was found."""
+        state = self.start(method)
+        costs, options = self.profile.costs(method.sparse), self._fitted(method.planner_options, method, self.context)
+        prompt = self.request.prompt, np.full(self.batch, self.context, np.int32)
+        selection = _selection(self.models, state, method)
+        waited, host = [], []
+        for _ in range(repeats + 1):
+            jax.block_until_ready((state, selection))
+            times = [time.perf_counter()]
+            found = search_plan(
+                self.models, state.cache, *prompt, state.tokens, state.length, costs, options, selection
+            )
+            times.append(time.perf_counter())
+            jax.block_until_ready(found)
+            times.append(time.perf_counter())
+            read_search(jax.device_get(found._replace(frontier=found.frontier._replace(states=()))))
+            times.append(time.perf_counter())
+            before, during, after = np.diff(times)
+            waited.append(during)
+            host.append(before + after)
+        self.cache = state.cache
+        return {
+            "planner_device_seconds": statistics.median(waited[1:]),
+            "planner_host_seconds": statistics.median(host[1:]),
+            "planner_branches": options.max_cells,
+        }
 
     def plan(self, options: PlannerOptions, *, method: KnapSpec | None = None, length: int | None = None) -> Planned:
         """The planner's choice after the prompt, or after its first `length` tokens; `method` says which selection."""
@@ -125,12 +161,18 @@ class Setting:
         state = self.start(method, length)
         selection = _selection(self.models, state, method)
         lengths = np.full(self.batch, length or self.context, np.int32)
+        options = self._fitted(options, method, length or self.context)
         arguments = (state.cache, self.request.prompt, lengths, state.tokens, state.length, self.profile, options)
         started = time.perf_counter()
         found = plan(self.models, *arguments, selection=selection)
         self.plan_seconds = time.perf_counter() - started
         self.cache = state.cache
         return found
+
+    def _fitted(self, options: PlannerOptions, method: KnapSpec, length: int) -> PlannerOptions:
+        """With the branches of a run that begins at a length."""
+        num_layers, lengths = self.models.target.config.num_layers, (length, self.context + self.new_tokens)
+        return fitted(options, self.profile.costs(method.sparse), num_layers, lengths)
 
     def seconds_to_plan(self, options: PlannerOptions, repeats: int = 3) -> float:
         """Median seconds of one planning, compile time left out."""

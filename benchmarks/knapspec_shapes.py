@@ -18,7 +18,7 @@ from jaxspec.models import Decoder, cache_capacity
 from jaxspec.planning import PlannerOptions, expected_tokens
 from jaxspec.planning.loops import decode_state
 from jaxspec.planning.measure import measure
-from jaxspec.planning.plan import search_plan
+from jaxspec.planning.plan import fitted, search_plan
 from jaxspec.requests import check_request
 
 DRAFTS, STEPS, REPEATS = 5, 8, 5
@@ -88,7 +88,8 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         models.target, np.zeros((batch, 1), np.int32), np.ones(batch, np.int32), jax.random.key(0), Plain(),
         Sampling(), ROOM, (), 0, None,
     )  # fmt: skip
-    options = PlannerOptions(max_draft=args.max_draft)
+    lengths = contexts[0], contexts[-1]
+    options = fitted(PlannerOptions(max_draft=args.max_draft), measured.profile.costs(), num_layers, lengths)
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (batch, contexts[-1] + 1)).astype(np.int32)
     costs = measured.profile.costs()
 
@@ -135,6 +136,7 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
                 "round_error": predicted / round_ms - 1,
                 "speedup_at_published_acceptance": tokens * ms["plain step"] / round_ms,
                 "planner_ms": 1e3 * planning,
+                "planner_branches": options.max_cells,
                 "planner_share_at_64_rounds": 1e3 * planning / (64 * round_ms),
                 "rounds_for_2_percent": 1e3 * planning / (0.02 * round_ms),
             },

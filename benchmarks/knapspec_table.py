@@ -41,6 +41,7 @@ def _case(report, models, texts: dict, context: int, batch: int, args) -> None:
         figures = report.attempt("table", setting.run_adaptive, method)
         if figures is None:
             continue
+        figures |= report.attempt("table", setting.planner_cost, method) or {}
         first = figures["plans"][0]
         plan = {key: first[key] for key in ("num_draft", "predicted_acceptance")}
         plan |= {"attention_run": sum(first["attn"]), "mlp_run": sum(first["mlp"]), "layers": len(first["attn"])}

@@ -98,7 +98,8 @@ def decode_in_segments(
     logprobs: bool = False,
     state: DecodeState | None = None,
 ) -> tuple[DecodeState, Run]:
-    """Prefill and rounds until every row has ended, with `method.replan` before every `segment_rounds` of them.
+    """Prefill and rounds until every row has ended, with `method.replan` before every `segment_rounds` of them, or as
+    many as it puts the next call off.
 
     Args:
         models: the models.
@@ -115,12 +116,13 @@ def decode_in_segments(
     run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method))
     try:
         while np.any(np.asarray(run.state.finish) == Finish.RUNNING):
+            run.replan_at = run.rounds + method.segment_rounds
             drafter, run.state = method.replan(run)
             run.prepare(drafter, background=False)
-            last_round = np.int32(run.rounds + method.segment_rounds + 1)
+            # the prefill counts as round 0
+            last_round = np.int32(run.replan_at + 1)
             started = time.perf_counter()
             run.state = _segment(models, run.state, request, last_round, drafter, max_new_tokens)
-            # the prefill counts as round 0
             run.rounds = int(run.state.round) - 1
             run.decode_seconds += time.perf_counter() - started
         run.measure()

@@ -26,6 +26,7 @@ class Run:
     state: DecodeState
     lower: Callable[[Method], Any]  # lowers a method's rounds; what it returns has `compile()`
     rounds: int = 0
+    replan_at: int = 0  # the round before which `replan` is called next; a method may put it off when it is called
     decode_seconds: float = 0.0
     replan_seconds: float = 0.0
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not

@@ -17,7 +17,7 @@ from jaxspec.methods.streaming import Streaming
 from jaxspec.methods.vegas import Vegas
 from jaxspec.models.decoder import Decoder
 from jaxspec.planning.latency import LatencyProfile, load_profile
-from jaxspec.planning.plan import Plan, PlannerOptions, check_profile, search_plan
+from jaxspec.planning.plan import Plan, PlannerOptions, check_profile, fitted, search_plan
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, LayerMask, Verdict
 
@@ -42,9 +42,10 @@ class KnapSpec(Method):
     """Drafts with the target's own weights, some attention and MLP sublayers left out; verifies in full. Lossless.
 
     A planner chooses the sublayers and the number of drafts that promise the most tokens per second, from latencies
-    measured on this device and from how well the last tokens are predicted without those sublayers. It runs on the
-    host between segments of `replan_every` rounds, one plan for the whole batch, and less often where it would take
-    more than `planner_share` of the decoding time.
+    measured on this device and from how well the last tokens are predicted without those sublayers. It runs between
+    segments of rounds, one plan for the whole batch: before the first round, then after `replan_every` rounds, twice as
+    many whenever it kept the plan that was there, and as soon as the context has grown by `growth`; later than that
+    where planning would take more than `planner_share` of the decoding time.
 
     Execution: `static` compiles one program per plan, the fastest to run, and changes the plan only where the
     predicted gain pays for compiling; `compile_in="background"` compiles while the old plan decodes. `traced` keeps
@@ -67,10 +68,12 @@ class KnapSpec(Method):
     threshold: float = option(0.7, low=0, high=1, help="confidence below which a draft ends")
     tau: float = option(0.5, low=-1, high=1, help="least cosine with the full model's hidden state")
     clip: int = option(5, low=1, high=64, help="largest weight of a sublayer, the cheaper kind's being 1")
-    max_cells: int = option(64, low=2, high=1024, help="branches of the planner")
+    max_cells: int = option(64, low=2, high=1024, help="most branches of the planner")
     max_skipped: float = option(0.5, low=0, high=1, help="largest share of the weight that drafts skip")
     reference_tokens: int = option(32, low=1, high=256, help="committed tokens that a plan is judged on, in all")
-    replan_every: int = option(64, low=1, high=2**20, help="rounds between plans")
+    replan_every: int = option(
+        64, low=1, high=2**20, help="rounds until the next plan, doubled each time that a plan is kept"
+    )
     growth: float = option(1.25, low=1, high=2**20, help="growth of the context that asks for a new plan")
     planner_share: float = option(0.02, low=0, high=1, help="most of the decoding time that planning may take")
     execution: str = option("static", choices=("static", "traced"), help="a program per plan, or one for all")
@@ -176,7 +179,8 @@ class KnapSpec(Method):
             if self.selection:
                 state = SimpleNamespace(cache=out.cache, length=prompt_length, method_state=inner)
                 selection = self.selection.draft_selection(models, state)
-            found = search_plan(models, out.cache, *arguments, costs, self.planner_options, selection)
+            options = fitted(self.planner_options, costs, num_layers, (1, prompt.shape[1]))
+            found = search_plan(models, out.cache, *arguments, costs, options, selection)
             attn, mlp = found.frontier.attn[found.cell], found.frontier.mlp[found.cell]
             return TracedPlan(attn, mlp, found.num_draft.astype(jnp.int32), inner)
         plan = self.plan or Plan((True,) * num_layers, (True,) * num_layers, 0)

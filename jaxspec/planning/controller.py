@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
-from jaxspec.planning.plan import Plan, Planned, plan, search_plan
+from jaxspec.planning.plan import Plan, Planned, PlannerOptions, fitted, plan, search_plan
 from jaxspec.replanning import Run
 from jaxspec.types import DecodeState, Finish
 
@@ -21,6 +21,8 @@ class _Memory:
     """What is remembered from one call to the next."""
 
     profile: LatencyProfile
+    options: PlannerOptions  # with branches for all lengths of the run
+    period: int  # rounds from a plan to the next
     plan: Plan | None = None  # what drafts now
     waiting: Plan | None = None  # chosen, and compiling in the background
     planned_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last planning
@@ -32,21 +34,26 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     """`KnapSpec.replan`: the method with the plan to go on with, and the state, which holds the plan where traced.
 
     Plans before the first round; afterwards if planning is due and has taken at most `planner_share` of the decoding
-    time so far, this one included. Each planning leaves a record in `run.log`.
+    time so far, this one included. Due it is once the context has grown by `growth`, or a period after the last one:
+    `replan_every` rounds, doubled each time that the plan stays. Each planning leaves a record in `run.log`. The next
+    call is put off where no planning is to be expected after `replan_every` rounds.
     """
     memory = run.memory.get("knapspec")
     if memory is None:
-        memory = run.memory["knapspec"] = _Memory(_profile(method, run))
+        profile = _profile(method, run)
+        costs, length = profile.costs(method.sparse), _mean_length(run.state)
+        lengths = length, length + run.max_new_tokens
+        options = fitted(method.planner_options, costs, profile.num_layers, lengths)
+        memory = run.memory["knapspec"] = _Memory(profile, options, method.replan_every)
         started = time.perf_counter()
-        costs = memory.profile.costs(method.sparse)
-        selection = _selection(method, run)
-        search_plan.lower(*_arguments(run), costs, method.planner_options, selection).compile()
+        search_plan.lower(*_arguments(run), costs, options, _selection(method, run)).compile()
         run.compile_seconds += time.perf_counter() - started
     acceptance = _acceptance(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
         memory.plan, memory.waiting = memory.waiting, None
     if memory.plan is None or _is_due(method, run, memory):
         _consider(method, run, memory, acceptance)
+    run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
     return _with(method, run, memory.plan)
 
 
@@ -69,6 +76,8 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float |
         "measured_acceptance_before": acceptance,
     }
     record["taken"] = _take(method, run, memory, found, acceptance)
+    kept = record["taken"] in ("same", "not worth it")
+    memory.period = 2 * memory.period if kept else method.replan_every
     run.note(record)
 
 
@@ -128,14 +137,26 @@ def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, Decode
 def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     rounds, length = memory.planned_at
     grown = _mean_length(run.state) >= method.growth * length
-    due = grown or run.rounds - rounds >= method.replan_every
+    due = grown or run.rounds - rounds >= memory.period
     return due and run.replan_seconds + memory.plan_seconds <= method.planner_share * run.decode_seconds
+
+
+def _rounds_until_due(method: "KnapSpec", run: Run, memory: _Memory) -> int:
+    """Rounds until `_is_due` is true, at the speed and with the tokens per round so far; 0 where that is not known."""
+    if memory.waiting is not None or not run.rounds or not run.decode_seconds:
+        return 0
+    rounds, length = memory.planned_at
+    now, tokens = _mean_length(run.state), float(np.mean(np.asarray(run.state.stats.emitted)))
+    growth = (method.growth * length - now) * run.rounds / max(tokens, 1.0)
+    seconds = (run.replan_seconds + memory.plan_seconds) / method.planner_share - run.decode_seconds
+    share = seconds * run.rounds / run.decode_seconds
+    return int(min(max(min(growth, rounds + memory.period - run.rounds), share), 2.0**30))
 
 
 def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
     started = time.perf_counter()
     selection = _selection(method, run)
-    found = plan(*_arguments(run), memory.profile, method.planner_options, selection=selection)
+    found = plan(*_arguments(run), memory.profile, memory.options, selection=selection)
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
     return found, seconds

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.base import Models
-from jaxspec.models.layers import Attention, Block, RMSNorm, add_update
+from jaxspec.models.layers import Attention, Block, RMSNorm, add_update, precision_of
 from jaxspec.models.rope import rope_tables
+from jaxspec.planning.prefix_attention import prefix_attention
 from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerCache
 from pallas_kernels import rope_and_cache
 
-CHUNK = 1024  # prefix rows per step of the branches' attention
 HEAD_CELLS = 8  # cells per step of the output head
 
 
@@ -74,6 +74,7 @@ def knapsack(
     skips, items = [], []
     for layer in range(config.num_layers):
         skippable = 0 < layer < config.num_layers - 1
+        live = jnp.max(jnp.where(alive, cell + 1, 1))
         for kinds in ((0, 1),) if blocks else ((0,), (1,)):
             executed = state
             for kind in kinds:
@@ -81,10 +82,10 @@ def knapsack(
                     executed = branches.mlp(layer, executed)
                     full = full if selection is None else branches.mlp(layer, full)
                 elif selection is None:
-                    executed = branches.attend(layer, executed)
+                    executed = branches.attend(layer, executed, live)
                 else:
                     rows = branches.selected_rows(layer, full, selection)
-                    executed, full = branches.attend(layer, executed, rows), branches.attend(layer, full)
+                    executed, full = branches.attend(layer, executed, live, rows), branches.attend(layer, full, 1)
             full = executed[:, :1] if selection is None else full
             run_score = _similarity(executed, full, valid)
             if not skippable:
@@ -165,15 +166,14 @@ class _Branches:
         positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         self._rope = rope_tables(config.rope, config.head_dim, positions)
 
-    def attend(self, layer: int, x: Array, rows: Array | None = None) -> Array:
-        """x after the attention sublayer, over the whole prefix or over given rows of it [B, M] (-1 pads)."""
-        cache, row = self._cache[layer], jnp.arange(self._cache[layer].k.shape[1], dtype=jnp.int32)[None]
+    def attend(self, layer: int, x: Array, live: Array | int, rows: Array | None = None) -> Array:
+        """x after the attention sublayer, over the whole prefix or over given rows of it [B, M] (-1 pads). Branches
+        from `live` on are not wanted."""
+        cache = self._cache[layer]
         if rows is not None:
             at = jnp.arange(x.shape[0])[:, None], jnp.maximum(rows, 0)
-            cache, row = LayerCache(cache.k[at], cache.v[at]), rows
-        seen = (row >= 0) & (row < self._start[:, None])
-        count = jnp.max(self._start) if rows is None else rows.shape[1]
-        update = self._apply(layer, x, "branches", cache, seen, count)
+            cache = LayerCache(cache.k[at], cache.v[at])
+        update = self._apply(layer, x, "branches", cache, self._start, jnp.asarray(live, jnp.int32), rows)
         return x + update.reshape(x.shape)
 
     def selected_rows(self, layer: int, full: Array, selection: KVSelection | KVSelector) -> Array:
@@ -190,7 +190,7 @@ class _Branches:
         newer = selection.valid[:batch, None] + jnp.arange(selection.window, dtype=jnp.int32)
         return jnp.concatenate([rows, newer], axis=1)
 
-    def _apply(self, layer: int, x: Array, method: str, *args: Array | LayerCache) -> Array:
+    def _apply(self, layer: int, x: Array, method: str, *args: Array | LayerCache | None) -> Array:
         target, params = self._target, self._params[f"layers_{layer}"]
         norm = RMSNorm(target.config.hidden_size, target.config.rms_norm_eps, target.backend)
         flat = x.reshape(x.shape[0], -1, x.shape[-1])
@@ -213,16 +213,23 @@ class _BranchAttention(Attention):
     """Attention of C branches of r tokens each: to the prefix they share and, causally, to their own tokens."""
 
     def branches(
-        self, x: Array, rope: tuple[Array, Array], cells: int, prefix: LayerCache, seen: Array, count: Array
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        cells: int,
+        prefix: LayerCache,
+        start: Array,
+        live: Array,
+        rows: Array | None,
     ) -> Array:
-        """[B, C * r, D] of x [B, C * r, D]. Of the prefix rows [B', S, K, H] those of seen [B, S] are read, none of
-        them at or past `count`."""
+        """[B, C * r, D] of x [B, C * r, D]. Of the prefix [B', S, K, H] rows 0..start-1 are read, or with `rows` copies
+        of those rows; cells from `live` on are not wanted."""
         c = self.config
         batch = x.shape[0]
         q, k, v = self._project(x, rope)
         q = q.reshape(batch, cells, -1, c.num_kv_heads, c.group_size, c.head_dim).transpose(0, 3, 1, 4, 2, 5)
         k, v = (t.reshape(batch, cells, -1, c.num_kv_heads, c.head_dim).transpose(0, 3, 1, 2, 4) for t in (k, v))
-        out = _attend(q, k, v, prefix, seen, count, c.head_dim**-0.5)
+        out = _attend(q, k, v, prefix, start, live, rows, c.head_dim**-0.5, self.backend)
         return self.out(out.transpose(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], c.num_heads, c.head_dim))
 
     def queries(self, x: Array, rope: tuple[Array, Array], cells: int) -> Array:
@@ -246,39 +253,30 @@ class _BranchAttention(Attention):
         )
 
 
-def _attend(q: Array, k: Array, v: Array, prefix: LayerCache, seen: Array, count: Array, scale: float) -> Array:
-    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and the seen [B,S] rows of a prefix [B',S,K,H], none of them at or past
-    `count`, by a running softmax."""
-    batch, kv_heads, _, _, r, head_dim = q.shape
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    options = {"preferred_element_type": jnp.float32, "precision": precision}
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    prefix: LayerCache,
+    start: Array,
+    live: Array,
+    rows: Array | None,
+    scale: float,
+    backend: str | None,
+) -> Array:
+    """q [B,K,C,G,r,H] over own k, v [B,K,C,r,H] and the prefix; the rest as in `prefix_attention`, `live` in cells."""
+    batch, kv_heads, _, group, r, head_dim = q.shape
+    options = {"preferred_element_type": jnp.float32, "precision": precision_of(q)}
     logits = jnp.einsum("bkcgrh,bkcsh->bkcgrs", q, k, **options) * scale
     logits = jnp.where(jnp.tril(jnp.ones((r, r), bool)), logits, -jnp.inf)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    acc = jnp.einsum("bkcgrs,bkcsh->bkcgrh", weights.astype(v.dtype), v, **options)
     flat = q.reshape(batch, kv_heads, -1, head_dim)
-    size = min(CHUNK, prefix.k.shape[1])
-
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = carry
-        # the last chunk is moved back into the cache; rows that it shares with the one before are masked
-        first = jnp.minimum(i * size, prefix.k.shape[1] - size)
-        k, v = (jax.lax.dynamic_slice(t, (0, first, 0, 0), (batch, size, *t.shape[2:])) for t in prefix)
-        new = jax.lax.dynamic_slice(seen, (0, first), (batch, size)) & (first + jnp.arange(size) >= i * size)
-        # scratch rows may hold anything, and 0 * NaN is NaN
-        v = jnp.where(new[:, :, None, None], v, 0)
-        logits = jnp.einsum("bkqh,bskh->bkqs", flat, k, **options) * scale
-        logits = jnp.where(new[:, None, None], logits, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
-        weights, kept = jnp.exp(logits - new_top), jnp.exp(top - new_top)
-        acc = acc * kept + jnp.einsum("bkqs,bskh->bkqh", weights.astype(v.dtype), v, **options)
-        return new_top, total * kept + jnp.sum(weights, axis=-1, keepdims=True), acc
-
-    carry = tuple(t.reshape(batch, kv_heads, -1, t.shape[-1]) for t in (top, total, acc))
-    _, total, acc = jax.lax.fori_loop(0, -(-count // size), step, carry)
-    return (acc / total).astype(q.dtype).reshape(q.shape)
+    out, lse = prefix_attention(flat, *prefix, start, live * group * r, scale=scale, rows=rows, backend=backend)
+    out, lse = out.reshape(q.shape), lse.reshape(*q.shape[:-1], 1)
+    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), lse)
+    weights, before = jnp.exp(logits - top), jnp.exp(lse - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + before
+    own = jnp.einsum("bkcgrs,bkcsh->bkcgrh", weights.astype(v.dtype), v, **options)
+    return ((own + before * out) / total).astype(q.dtype)
 
 
 def _similarity(x: Array, reference: Array, valid: Array) -> Array:

@@ -1,7 +1,7 @@
 """Choosing a plan: which sublayers a draft skips and how many tokens it drafts (KnapSpec, arXiv 2602.20217)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,11 +166,7 @@ def search_plan(
     num_layers = models.target.config.num_layers
     tokens, start, valid = reference_tokens(prompt, prompt_length, emitted, length, options.reference_tokens)
     n = jnp.mean(length.astype(jnp.float32))
-    blocks = options.items == "blocks"
-    most = 1 if blocks else largest_weight(num_layers, options)
-    weights = jnp.ones(2, jnp.int32) if blocks else sublayer_weights(costs, n, most)
-    total = num_layers * (1 if blocks else jnp.sum(weights))
-    limit = jnp.minimum(jnp.floor(options.max_skipped * total).astype(jnp.int32), options.max_cells - 1)
+    weights, limit = _skippable(options, costs, num_layers, n, jnp)
     frontier = knapsack(
         models,
         cache,
@@ -181,7 +177,7 @@ def search_plan(
         limit,
         cells=options.max_cells,
         tau=options.tau,
-        blocks=blocks,
+        blocks=options.items == "blocks",
         selection=selection,
     )
     alpha = acceptance_of(frontier.hits, frontier.count, options.alpha)
@@ -198,11 +194,39 @@ def search_plan(
     return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
 
 
-def sublayer_weights(costs: RoundCosts, n: Any, clip: int) -> Array:
-    """int32 [2]: weights of an attention and an MLP sublayer at context length n, the smaller one 1, at most `clip`."""
-    seconds = jnp.stack([jnp.asarray(x, jnp.float32) for x in (costs.draft_attention.at(n), costs.mlp)])
-    smaller = jnp.maximum(jnp.min(seconds), 1e-12)
-    return jnp.clip(jnp.round(seconds / smaller), 1, clip).astype(jnp.int32)
+def sublayer_weights(costs: RoundCosts, n: Any, clip: int, xp: Any = jnp) -> Any:
+    """int32 [2]: weights of an attention and an MLP sublayer at context length n, the smaller one 1, at most `clip`.
+    Computed by `xp`, jnp or np."""
+    seconds = xp.stack([xp.asarray(x, xp.float32) for x in (costs.draft_attention.at(n), costs.mlp)])
+    smaller = xp.maximum(xp.min(seconds), 1e-12)
+    return xp.clip(xp.round(seconds / smaller), 1, clip).astype(xp.int32)
+
+
+def fitted(options: PlannerOptions, costs: RoundCosts, num_layers: int, lengths: Sequence[float]) -> PlannerOptions:
+    """The options with no more branches than the largest skipped weight needs, in eights. Host only.
+
+    The plan that is found stays the same, and a branch less is computed for every one left out. Their number is part of
+    the planner's program, which should therefore be fitted once for all context lengths of a run.
+
+    Args:
+        options: how to search.
+        costs: measured latencies; plain numbers.
+        num_layers: of the model.
+        lengths: the shortest and the longest context that is planned for. No weight between them is larger than at
+            both ends, as the ratio of the two sublayers' times only rises or only falls.
+    """
+    most = max(int(_skippable(options, costs, num_layers, n, np)[1]) for n in lengths)
+    return replace(options, max_cells=min(options.max_cells, -(-(most + 1) // 8) * 8))
+
+
+def _skippable(options: PlannerOptions, costs: RoundCosts, num_layers: int, n: Any, xp: Any) -> tuple[Any, Any]:
+    """int32 [2], the items' weights at context length n, and int32 [], the most weight that may be skipped."""
+    blocks = options.items == "blocks"
+    clip = largest_weight(num_layers, options)
+    weights = xp.ones(2, xp.int32) if blocks else sublayer_weights(costs, n, clip, xp)
+    total = num_layers * (1 if blocks else xp.sum(weights))
+    limit = xp.minimum(xp.floor(options.max_skipped * total).astype(xp.int32), options.max_cells - 1)
+    return weights, limit
 
 
 def largest_weight(num_layers: int, options: PlannerOptions) -> int:

@@ -55,6 +55,30 @@ def test_traced_plans_change_under_way_in_a_stream():
     assert chunks[0].plans is None
 
 
+@dataclasses.dataclass(frozen=True)
+class PuttingOff(Cycling):
+    """Wants to be called after 2, 6, 8 and 12 rounds and so on."""
+
+    def replan(self, run):
+        if run.rounds % 6:
+            run.replan_at = run.rounds + 4
+        return super().replan(run)
+
+
+@pytest.mark.parametrize("run", ["generate", "stream"])
+def test_a_method_may_put_the_next_call_off(run):
+    method = PuttingOff(max_draft=MOST, replan_every=2, execution="traced")
+    arguments = models().target, models().params, *prompts(), KEY
+    if run == "generate":
+        stats = generate(*arguments, method=method, max_new_tokens=NEW).stats
+    else:
+        stats = list(stream(*arguments, method=method, max_new_tokens=NEW))[-1].stats
+    expected = np.array([4, 4, 0, 0, 0, 0] * NEW)
+    for b in range(3):
+        n = int(stats.rounds[b])
+        np.testing.assert_array_equal(stats.drafted[b, :n], expected[:n])
+
+
 def test_it_plans_and_equal_plans_share_a_program():
     """A whole run with its planner; then one of other prompts and planner options."""
     options = {"max_draft": MOST, "max_cells": 8, "replan_every": 4, "profile": profile(), "planner_share": 1.0}

@@ -154,12 +154,18 @@ def test_compiling_in_the_background(monkeypatch):
     stage.run.close()
 
 
+def changing(stage):
+    """Has the planner find another plan than the one in use."""
+    stage.found = TWO if stage.run.memory["knapspec"].plan == ONE else ONE
+
+
 def test_planning_takes_at_most_its_share(monkeypatch):
     """The period grows from 64 rounds until 0.1 s of planning is 2% of the decoding time."""
     stage = Stage(monkeypatch, new_tokens=10**6, growth=1000.0)
     stage.plan_seconds = 0.1
     for segment in range(1, 200):
         stage.replan()
+        changing(stage)
         assert len(stage.planned) == 1 or stage.run.replan_seconds <= 0.02 * stage.run.decode_seconds
         stage.decode(0.64, 90, 100 + segment)
     periods = np.diff(stage.planned)
@@ -170,8 +176,52 @@ def test_planning_takes_at_most_its_share(monkeypatch):
     stage.plan_seconds = 1e-3
     for segment in range(1, 10):
         stage.replan()
+        changing(stage)
         stage.decode(0.64, 90, 100 + segment)
     assert set(np.diff(stage.planned)) == {64}
+
+
+def test_the_period_doubles_while_the_plan_stays(monkeypatch):
+    """And is `replan_every` again after another plan."""
+    stage = Stage(monkeypatch, new_tokens=10**6, growth=1000.0)
+    stage.plan_seconds = 1e-6
+    for segment in range(1, 40):
+        stage.found = ONE if stage.run.rounds < 20 * 64 else TWO
+        stage.replan()
+        stage.decode(0.64, 90, 100 + segment)
+    assert [rounds // 64 for rounds in stage.planned] == [0, 1, 3, 7, 15, 31, 32, 34, 38]
+    assert [record["taken"] for record in stage.run.log] == ["first", *["same"] * 4, "changed", *["same"] * 3]
+
+
+def test_a_plan_that_does_not_pay_lengthens_the_period(monkeypatch):
+    stage = Stage(monkeypatch, growth=1000.0, compile_seconds=100.0)
+    stage.plan_seconds = 1e-6
+    for segment in range(1, 9):
+        stage.replan()
+        stage.found = TWO
+        stage.decode(0.64, 90, 100 + segment)
+    assert [rounds // 64 for rounds in stage.planned] == [0, 1, 3, 7]
+    assert {record["taken"] for record in stage.run.log[1:]} == {"not worth it"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "growth", "rounds"),
+    [
+        (0.1, 1000.0, 1000),  # two plans are 2% of 10 s
+        (0.1, 1.25, 1000),
+        (1e-6, 1000.0, 64 + 128),  # the plan has stayed once
+        (1e-6, 1.25, 64 + 66),  # 33 tokens more
+    ],
+)
+def test_the_next_call_is_put_off_until_planning_is_due(monkeypatch, seconds, growth, rounds):
+    """By its share, period or the growth, whichever decides, at 10 ms and half a token per round."""
+    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth)
+    stage.plan_seconds = seconds
+    stage.replan()
+    assert stage.run.replan_at == 0  # nothing is known yet
+    stage.decode(0.64, 32, 132)
+    stage.replan()
+    assert stage.run.replan_at == pytest.approx(rounds, abs=1)
 
 
 def test_growth_asks_for_a_plan_before_the_period_is_over(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods import Models
-from jaxspec.models import init_cache
+from jaxspec.models import Decoder, init_cache
 from jaxspec.planning.knapsack import knapsack, reference_tokens
 from jaxspec.types import Collect, LayerMask
 from tests import reference
@@ -194,7 +194,7 @@ def test_only_committed_rows_of_the_prefix_are_read(setup):
 def test_a_long_prefix_and_few_cells(setup, monkeypatch):
     """Chunks of the prefix that do not divide the cache's 64 rows; cells beyond the number asked for do not exist."""
     s, whole = setup, run(setup, limit=3)
-    monkeypatch.setattr("jaxspec.planning.knapsack.CHUNK", 7)
+    monkeypatch.setattr("jaxspec.planning.prefix_attention.CHUNK", 7)
     parts = run(s, limit=3, cells=4)
     assert parts.alive.tolist() == [True] * 4
     assert whole.alive.tolist() == [True] * 4 + [False] * (CELLS - 4)
@@ -202,6 +202,21 @@ def test_a_long_prefix_and_few_cells(setup, monkeypatch):
     np.testing.assert_array_equal(parts.mlp, whole.mlp[:4])
     for cell in range(4):
         np.testing.assert_allclose(parts.states[:, cell][s.valid], whole.states[:, cell][s.valid], atol=ATOL)
+
+
+def test_with_kernels(setup):
+    """Interpreted. Cells that no longer count are not computed, and nothing of the others changes."""
+    s, plain = setup, run(setup, tau=0.9)
+    kernels = s._replace(models=s.models.replace(target=Decoder(s.models.target.config, "interpret")))
+    found = run(kernels, tau=0.9)
+    np.testing.assert_array_equal(found.alive, plain.alive)
+    assert not found.alive.all()
+    for cell in np.flatnonzero(found.alive):
+        np.testing.assert_array_equal(found.attn[cell], plain.attn[cell])
+        np.testing.assert_array_equal(found.mlp[cell], plain.mlp[cell])
+        np.testing.assert_allclose(found.states[:, cell][s.valid], plain.states[:, cell][s.valid], atol=ATOL)
+    np.testing.assert_array_equal(found.hits[found.alive], plain.hits[plain.alive])
+    assert np.all(np.isfinite(found.states))
 
 
 def test_a_limit_of_0_leaves_the_full_model(setup):

@@ -16,7 +16,7 @@ from jaxspec.methods import Models
 from jaxspec.models import init_cache
 from jaxspec.planning import Line, Plan, PlannerOptions, expected_tokens, plan
 from jaxspec.planning.measure import measured_profile
-from jaxspec.planning.plan import acceptance_of, largest_weight, sublayer_weights
+from jaxspec.planning.plan import acceptance_of, fitted, largest_weight, sublayer_weights
 from jaxspec.types import KVSelection, KVSelector
 from tests.reference import tiny_model
 
@@ -158,6 +158,35 @@ def test_weights_are_clipped_so_that_cells_suffice(layers, cells, clip):
     options = PlannerOptions(max_cells=cells)
     assert largest_weight(layers, options) == clip
     assert clip == 1 or layers * (1 + clip) // 2 < cells
+
+
+@pytest.mark.parametrize(
+    ("layers", "mlp", "lengths", "cells"),
+    [
+        (28, 1.0, (900, 1000), 32),  # weights 1 and 1: up to 28 of 56
+        (28, 1.0, (1000, 2000), 48),  # up to 2 and 1: 42 of 84
+        (28, 1.0, (100, 1000), 64),  # 1 and 3, as they are clipped, at the short end
+        (28, 0.1, (900, 1000), 64),
+        (4, 1.0, (900, 1000), 8),
+        (80, 1.0, (900, 1000), 64),
+    ],
+)
+def test_branches_are_fitted_to_the_weights(layers, mlp, lengths, cells):
+    profile = dataclasses.replace(PROFILE, attention=Line(1e-6, 0.0), mlp=mlp / 1000)
+    assert fitted(PlannerOptions(), profile.costs(), layers, lengths).max_cells == cells
+    blocks = PlannerOptions(items="blocks")
+    assert fitted(blocks, profile.costs(), layers, lengths).max_cells == -(-(layers // 2 + 1) // 8) * 8
+
+
+@pytest.mark.parametrize("attention", [0.4, 1.0, 1.9, 9.0])
+def test_fitted_branches_find_the_same_plan(attention):
+    profile = dataclasses.replace(CHEAP_DRAFTS, attention=Line(0.0, attention * CHEAP_DRAFTS.mlp))
+    options = dataclasses.replace(OPTIONS, max_cells=64, clip=5)
+    few = fitted(options, profile.costs(), LAYERS, (LENGTHS.mean(), 1000))
+    assert few.max_cells < 64
+    found, whole = search(profile, few), search(profile, options)
+    assert (found.plan, found.weights, len(found.frontier)) == (whole.plan, whole.weights, len(whole.frontier))
+    assert found.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=1e-6)
 
 
 def test_a_profile_of_another_model():
