@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
+from jaxspec.method_specs import read_tuned
 from jaxspec.text import read_text
 
 PROMPT_TOKENS = (700, 450, 200)
@@ -42,9 +43,10 @@ def _verify(args: argparse.Namespace) -> int:
     from jaxspec.lossless import Check, check_enumeration, check_greedy, check_sampling
     from jaxspec.methods import Models, find_methods
 
-    chosen = find_methods().get(args.method)
+    name = args.method if args.tuned is None else read_tuned(args.tuned)["chosen"]["method"]
+    chosen = find_methods().get(name)
     if chosen is not None and not chosen.lossless:
-        raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
+        raise ValueError(f"--method {name} is lossy by design: its output is not the target's")
     method = method_from_flags(args)
     if args.method == "plain":
         raise ValueError("choose a --method to verify: plain decoding is what the others are compared with")

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jaxspec.methods.base import Models
 from jaxspec.models.layers import Attention, Block, RMSNorm, add_update, precision_of
 from jaxspec.models.rope import rope_tables
-from jaxspec.planning.prefix_attention import prefix_attention
 from jaxspec.types import Array, KVCache, KVSelection, KVSelector, LayerCache
-from pallas_kernels import rope_and_cache
+from pallas_kernels import prefix_attention, rope_and_cache
 
 HEAD_CELLS = 8  # cells per step of the output head
 

@@ -201,3 +201,12 @@ def test_what_is_lossy_is_not_verified(capsys):
     code, _, err = run(capsys, "verify", "--model", "target", "--method", "dustin")
     assert code == 2
     assert "--method dustin is lossy by design" in err
+
+
+def test_nor_is_what_tune_chose(capsys, tmp_path):
+    tuned = tmp_path / "tuned.json"
+    record = {"schema_version": 1, "kind": "tuned", "chosen": {"method": "dustin", "options": {}}, "draft": "draft"}
+    tuned.write_text(json.dumps(record))
+    code, _, err = run(capsys, "verify", "--model", "target", "--tuned", tuned)
+    assert code == 2
+    assert "--method dustin is lossy by design" in err

@@ -15,6 +15,7 @@ from pallas_kernels import (
     attention_scores,
     cached_attention,
     gated_matmul,
+    prefix_attention,
     rope_and_cache,
     row_selection,
     skinny_matmul,
@@ -144,6 +145,28 @@ def test_attention_scores(case):
     compiled = compile_op(attention_scores, q, k, array((2, 8)), array((2,)), heads=heads, scale=0.1)
     names = ["attention_scores", "attention_scores_lse", "attention_scores_sum"]
     check(compiled, names, choose_scores(*case).num_warps, dtype, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "head_dim", "capacity", "dtype", "listed"),
+    [
+        (1, 6144, 128, 32256, BF16, False),  # 32 branches of 32 tokens, 6 query heads a kv head
+        (16, 768, 128, 32256, BF16, False),
+        (1, 6144, 128, 2304, BF16, True),
+        (1, 192, 128, 32256, BF16, False),
+        (1, 3072, 64, 4096, BF16, False),
+        (1, 6144, 128, 4096, F32, False),
+    ],
+)
+def test_prefix_attention(batch, queries, head_dim, capacity, dtype, listed):
+    def call(q, k, v, start, live, rows=None, *, backend):
+        return prefix_attention(q, k, v, start, live, scale=0.1, rows=rows, backend=backend)
+
+    q, kv = array((batch, 2, queries, head_dim), dtype), array((batch, capacity, 2, head_dim), dtype)
+    rows = [array((batch, capacity))] if listed else []
+    blocks = dense_blocks.choose_block_sizes(batch, queries, 2, 1, capacity, head_dim, dtype)
+    compiled = compile_op(call, q, kv, kv, array((batch,)), array(()), *rows)
+    check(compiled, ["prefix_attention", "prefix_attention_merge"], blocks.num_warps, dtype, head_dim)
 
 
 SELECTION = one_per_cut(

@@ -13,6 +13,7 @@ from jaxspec.methods import Models
 from jaxspec.models import Decoder, init_cache
 from jaxspec.planning.knapsack import knapsack, reference_tokens
 from jaxspec.types import Collect, LayerMask
+from pallas_kernels.prefix_attention import xla
 from tests import reference
 from tests.reference import jax_model, random_weights, tiny_config
 
@@ -194,7 +195,7 @@ def test_only_committed_rows_of_the_prefix_are_read(setup):
 def test_a_long_prefix_and_few_cells(setup, monkeypatch):
     """Chunks of the prefix that do not divide the cache's 64 rows; cells beyond the number asked for do not exist."""
     s, whole = setup, run(setup, limit=3)
-    monkeypatch.setattr("jaxspec.planning.prefix_attention.CHUNK", 7)
+    monkeypatch.setattr(xla, "CHUNK", 7)
     parts = run(s, limit=3, cells=4)
     assert parts.alive.tolist() == [True] * 4
     assert whole.alive.tolist() == [True] * 4 + [False] * (CELLS - 4)
