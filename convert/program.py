@@ -9,6 +9,20 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 
 
+def jaxspec() -> NoReturn:
+    """The `jaxspec` command. It is here because importing it takes a while, in which Ctrl-C may already arrive."""
+    run_program(_jaxspec)
+
+
+def _jaxspec() -> int:
+    try:
+        from jaxspec.cli import main
+    except KeyboardInterrupt:
+        print("jaxspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return main()
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Runs `main` and exits with the code that it returns; `INTERRUPTED` says that it was stopped by Ctrl-C.
 

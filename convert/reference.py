@@ -36,7 +36,7 @@ def require_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise ConversionError("the check compares with PyTorch: pip install 'jaxspec[check]'") from error
+        raise ConversionError("the check compares with PyTorch: pip install torch") from error
 
 
 def run_reference(

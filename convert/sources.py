@@ -16,7 +16,8 @@ def open_source(src: str | Path) -> Source:
     try:
         return _open(src)
     except ImportError as error:
-        raise ConversionError(f"{src}: converting needs {error.name}: pip install 'jaxspec[convert]'") from error
+        needs = f"{error.name}, which the extra 'convert' of jaxspec installs"
+        raise ConversionError(f"{src}: converting needs {needs}") from error
 
 
 def _open(src: str | Path) -> Source:

@@ -123,6 +123,9 @@ def _integer_array(name: str, value: Any) -> Array | np.ndarray:
         array = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
     except ValueError:
         raise ValueError(f"{name} must be an integer array, got a ragged one") from None
+    if array.size == 0:
+        # an empty list has no type; its shape is what is wrong with it
+        array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array, got dtype {array.dtype}")
     # what it is compared with need not fit a smaller type

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from convert.program import INTERRUPTED, run_program
+from convert.program import INTERRUPTED
 from jaxspec import __version__
 from jaxspec.cli import bench, calibrate, generate, profile, tune, verify
 
@@ -58,11 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = "use a shorter context, fewer rows or fewer new tokens"
         print(f"jaxspec: out of memory; {advice} ({_one_line(error)})", file=sys.stderr)
         return 2
-
-
-def entry() -> NoReturn:
-    """`main` as a program of its own."""
-    run_program(main)
 
 
 def _one_line(error: Exception) -> str:

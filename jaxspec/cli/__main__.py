@@ -1,3 +1,3 @@
-from jaxspec.cli import entry
+from convert.program import jaxspec
 
-entry()
+jaxspec()

@@ -19,7 +19,7 @@ from jaxspec.cli.measuring import (
     tell,
     write_record,
 )
-from jaxspec.cli.report import check_output, check_plot
+from jaxspec.cli.report import check_outputs
 
 
 def add_command(commands: Any) -> None:
@@ -38,7 +38,9 @@ def add_command(commands: Any) -> None:
     source = bench.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="anything that jaxspec generate --model takes")
     source.add_argument("--shape", metavar="NAME", help="known sizes with random weights, such as qwen2.5-7b")
-    add("--methods", nargs="+", default=["plain", "streaming", "vegas"], metavar="NAME[:OPTION=VALUE,...]")
+    default = ["plain", "streaming", "vegas"]
+    text = f"what is measured, plain decoding in any case; default: {' '.join(default)}"
+    add("--methods", nargs="+", default=default, metavar="NAME[:OPTION=VALUE,...]", help=text)
     add("--batch", type=int, nargs="+", default=[1], help="default: 1")
     add("--context", type=int, nargs="+", default=[2048], help="tokens of each prompt; default: 2048")
     add("--repeats", type=int, default=3, help="measured runs of each method; default: 3")
@@ -51,8 +53,7 @@ def add_command(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     check_tables()
-    check_output("--json", args.json)
-    check_plot(args.plot)
+    check_outputs({"--json": args.json, "--plot": args.plot}, (*args.text, args.config))
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     if args.model is not None and (args.acceptance is not None or args.layers is not None):

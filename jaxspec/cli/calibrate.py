@@ -25,7 +25,8 @@ def add_command(commands: Any) -> None:
     )
     heads.set_defaults(run=_heads)
     heads.add_argument("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF")
-    heads.add_argument("--text", nargs="*", default=[], metavar="FILE", help="haystacks; without any, made-up prose")
+    haystacks = "haystacks, repeated where too short; without any, made-up prose"
+    heads.add_argument("--text", nargs="*", default=[], metavar="FILE", help=haystacks)
     heads.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     _add_scan_flags(heads)
     _add_shared_flags(heads)
@@ -72,10 +73,9 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def _heads(args: argparse.Namespace) -> int:
     from jaxspec.calibration.plots import plot_heads
-    from jaxspec.cli.report import check_output, check_plot
+    from jaxspec.cli.report import check_outputs
 
-    check_plot(args.plot)
-    check_output("--out", args.out)
+    check_outputs({"--out": args.out, "--plot": args.plot}, args.text)
     record = _scan(args, args.model, _load(args, args.model), args.out)
     if args.plot is not None:
         plot_heads(args.plot, record)
@@ -91,12 +91,11 @@ def _dustin(args: argparse.Namespace) -> int:
     from jaxspec.calibration.plots import plot_arr
     from jaxspec.calibration.records import HEADS, model_hash, read_record
     from jaxspec.cli.methods import check_vocabularies
-    from jaxspec.cli.report import check_output, check_plot
+    from jaxspec.cli.report import check_outputs
     from jaxspec.methods import Models
 
-    check_plot(args.plot)
-    check_output("--out", args.out)
     given = [args.target_heads, args.draft_heads]
+    check_outputs({"--out": args.out, "--plot": args.plot}, (*args.text, *given))
     records = [None if path is None else read_record(path, HEADS) for path in given]
     models_by_name = {name: _load(args, name) for name in dict.fromkeys((args.target, args.draft))}
     loaded = [models_by_name[name] for name in (args.target, args.draft)]
@@ -200,6 +199,7 @@ def _prompts(args: argparse.Namespace, texts: list[list[int]], limit: int) -> li
             if len(text) >= context:
                 start = (len(text) - context) // 2
                 prompts.append(text[start : start + context])
-    if not prompts or (args.contexts and max(map(len, prompts)) < max(contexts)):
-        raise ValueError(f"--text: the longest text has {max(map(len, texts))} tokens, {max(contexts)} are needed")
+    needed = max(contexts) if args.contexts else min(contexts)
+    if max(map(len, texts)) < needed:
+        raise ValueError(f"--text: the longest text has {max(map(len, texts))} tokens, {needed} are needed")
     return prompts

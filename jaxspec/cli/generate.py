@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
     add("--seed", type=int, default=0, help="default: 0")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
     add("--json", action="store_true", help="print one JSON object instead of streaming")
-    add("--trace", type=Path, metavar="FILE", help="write drafted and accepted tokens of every round as JSON")
+    add("--trace", type=Path, metavar="FILE", help="write how many tokens each round drafted and accepted as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw acceptance by draft position and tokens per round")
     add_method_flags(generate)
 
@@ -62,7 +62,7 @@ def _generate(args: argparse.Namespace) -> int:
     sampling.check(1)
     if "" in args.stop:
         raise ValueError("--stop must be text, got an empty string")
-    check_outputs(args.trace, args.plot)
+    check_outputs({"--trace": args.trace, "--plot": args.plot}, (args.prompt_file, args.config, args.tuned))
     method = method_from_flags(args)
     prompt = _read_prompt(args)
     keep_programs()
@@ -128,6 +128,8 @@ def _generate(args: argparse.Namespace) -> int:
         write_trace(args.trace, {**run, "finish": ended, **figures, **plans}, chunk.stats, metrics)
     if args.plot is not None:
         write_plot(args.plot, f"{args.method}, prompt of {len(ids)} tokens", chunk.stats, metrics, chunk.plans)
+    if finish is jaxspec.Finish.NAN:
+        raise ValueError("the logits are NaN or infinite: the checkpoint is damaged, or its dtype too narrow")
     return 0
 
 

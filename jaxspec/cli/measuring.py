@@ -44,7 +44,7 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
 def check_tables() -> None:
     """Raises ValueError where no table could be printed in the end."""
     if importlib.util.find_spec("rich") is None:
-        raise ValueError("this command needs rich: pip install 'jaxspec[bench]'")
+        raise ValueError("this command needs rich: pip install rich")
 
 
 def check_values(

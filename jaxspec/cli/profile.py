@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
-from jaxspec.cli.report import check_output, check_plot
+from jaxspec.cli.report import check_outputs
 from jaxspec.figures import save_figure
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxspec.planning.latency import profile_record, save_profile
     from jaxspec.planning.measure import describe, measure
 
-    check_plot(args.plot)
-    check_output("--out", args.out)
+    check_outputs({"--out": args.out, "--plot": args.plot})
     for flag, value, low, high in (
         ("--batch", args.batch, 1, 1024),
         ("--max-draft", args.max_draft, 1, 32),

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +18,46 @@ from jaxspec.types import Stats
 SCHEMA_VERSION = 1
 
 
-def check_outputs(trace: Path | None, plot: Path | None) -> None:
-    """Raises ValueError before a run whose files could not be written after it."""
-    check_output("--trace", trace)
-    check_plot(plot)
+def check_outputs(outputs: dict[str, Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
+    """Raises ValueError before a run whose files could not be written after it, or would replace others.
+
+    Args:
+        outputs: by flag; that of `--plot` is a picture.
+        inputs: files that the run reads.
+    """
+    read = {Path(path).resolve() for path in inputs if path is not None}
+    written: dict[Path, str] = {}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if flag == "--plot":
+            _check_plot(path)
+        _check_output(flag, path)
+        if path.resolve() in read:
+            raise ValueError(f"{flag} {path} would replace a file that this command reads")
+        if path.resolve() in written:
+            raise ValueError(f"{written[path.resolve()]} and {flag} name the same file, {path}")
+        written[path.resolve()] = flag
 
 
-def check_output(flag: str, path: Path | None) -> None:
-    """Raises ValueError before a run whose file could not be written after it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+def _check_output(flag: str, path: Path) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: not a file in an existing directory")
-    if path is not None:
-        try:
-            # permissions do not tell: nobody may write to /proc
-            tempfile.TemporaryFile(dir=path.absolute().parent).close()
-        except OSError as error:
-            raise ValueError(f"{flag} {path}: its directory cannot be written to: {error.strerror}") from None
+    try:
+        # permissions do not tell: nobody may write to /proc
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: its directory cannot be written to: {error.strerror}") from None
 
 
-def check_plot(path: Path | None) -> None:
-    """Raises ValueError before a run whose plot could not be drawn after it."""
-    if path is None:
-        return
+def _check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(formats)}, got {path.suffix[1:]!r}")
-    check_output("--plot", path)
 
 
 def figures_line(
@@ -104,6 +115,7 @@ def write_plot(
     """Draws tokens per round over the run, acceptance by draft position where anything was drafted, and plans where
     there were some; the suffix chooses the format."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     drafted = bool(metrics.offered_by_position)
     layout = [["acceptance", "rounds"] if drafted else ["rounds", "rounds"] if plans else ["rounds"]]
@@ -118,12 +130,19 @@ def write_plot(
     by_round = axes["rounds"]
     accepted, rounds = np.asarray(stats.accepted), np.asarray(stats.rounds)
     for b in range(len(rounds)):
-        tokens = accepted[b, : max(rounds[b] - 1, 0)] + 1
-        by_round.step(np.arange(1, len(tokens) + 1), tokens, where="mid", linewidth=0.8, color="tab:gray")
-        if len(tokens):
-            mean = np.cumsum(tokens) / np.arange(1, len(tokens) + 1)
-            by_round.plot(np.arange(1, len(tokens) + 1), mean, color="tab:blue")
-    by_round.set(xlabel="round", ylabel="tokens per round and running mean", ylim=(0, None))
+        if not rounds[b]:
+            continue
+        tokens = accepted[b, : rounds[b]] + 1
+        # the last round may have ended early, and the first token is the prefill's
+        tokens[-1] = int(stats.emitted[b]) - 1 - tokens[:-1].sum()
+        number = np.arange(1, len(tokens) + 1)
+        once = {"label": None} if b else {"label": "tokens of a round"}
+        by_round.step(number, tokens, where="mid", linewidth=0.8, color="tab:gray", **once)
+        once = {"label": None} if b else {"label": "running mean"}
+        by_round.plot(number, np.cumsum(tokens) / number, color="tab:blue", **once)
+    by_round.set(xlabel="round", ylabel="tokens", ylim=(0, None))
+    by_round.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_round.legend(loc="lower right")
     save_figure(figure, path)
 
 

@@ -19,7 +19,7 @@ from jaxspec.cli.measuring import (
     tell,
     write_record,
 )
-from jaxspec.cli.report import check_output
+from jaxspec.cli.report import check_outputs
 
 BUDGETS = (256, 512, 1024)
 
@@ -49,8 +49,7 @@ def add_command(commands: Any) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     check_tables()
-    for flag, path in (("--json", args.json), ("--out", args.out)):
-        check_output(flag, path)
+    check_outputs({"--json": args.json, "--out": args.out}, (*args.text, args.config))
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     wanted = set(args.only or ("vegas", "knapspec", "draft-model", "dustin"))

@@ -1,13 +1,17 @@
 """`jaxspec generate`: text, JSON, prompts from everywhere, and one line for every error."""
 
+import dataclasses
 import io
 import json
 import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxspec
 from jaxspec.cli import main
 
 PROMPT = "the lazy dog"
@@ -220,6 +224,34 @@ def test_a_file_that_cannot_be_written(command, monkeypatch, tmp_path):
     assert code == 2
     assert err.splitlines()[-1] == f"jaxspec: cannot write {trace}: No space left on device"
     assert not list(tmp_path.iterdir())
+
+
+def test_files_that_would_replace_others(command, tmp_path):
+    prompt, link = tmp_path / "prompt.txt", tmp_path / "link.txt"
+    prompt.write_text(PROMPT)
+    link.symlink_to(prompt)
+    for trace in (prompt, link):
+        result = command("--prompt-file", str(prompt), "--trace", str(trace))
+        assert_one_line(result, f"--trace {trace} would replace a file that this command reads")
+    assert prompt.read_text() == PROMPT
+    pytest.importorskip("matplotlib")
+    both = str(tmp_path / "both.png")
+    result = command("--prompt", PROMPT, "--trace", both, "--plot", both)
+    assert_one_line(result, f"--trace and --plot name the same file, {both}")
+
+
+def test_logits_that_are_nan(command, monkeypatch):
+    load = jaxspec.load
+
+    def damaged(*args, **options):
+        loaded = load(*args, **options)
+        return dataclasses.replace(loaded, params=jax.tree.map(lambda x: x * jnp.nan, loaded.params))
+
+    monkeypatch.setattr(jaxspec, "load", damaged)
+    code, _, err = command("--prompt", PROMPT)
+    assert code == 2
+    assert "(ended by nan)" in err
+    assert err.splitlines()[-1].startswith("jaxspec: the logits are NaN or infinite: the checkpoint is damaged")
 
 
 @pytest.mark.parametrize("flags", [[], ["--method", "vegas", "--min-keep", "4", "--num-draft", "2"]])

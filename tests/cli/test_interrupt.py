@@ -10,11 +10,11 @@ import pytest
 @pytest.mark.parametrize(("code", "late"), [(130, ""), (0, "late\n"), (2, "late\n")])
 def test_an_interrupted_program_does_not_take_python_down(code, late):
     script = (
-        "import atexit, jaxspec.cli as cli\n"
+        "import atexit, convert.program, jaxspec.cli as cli\n"
         f"cli.main = lambda: {code}\n"
         "atexit.register(print, 'late')\n"
         "print('shown')\n"
-        "cli.entry()\n"
+        "convert.program.jaxspec()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (code, "shown\n" + late)
@@ -76,7 +76,7 @@ def test_an_interrupted_load_is_no_damaged_checkpoint(checkpoint):
     script = (
         "import os, signal, sys, time\n"
         "import orbax.checkpoint as ocp\n"
-        "from jaxspec.cli import entry\n"
+        "from convert.program import jaxspec\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def restore(*_, **__):\n"
         "    try:\n"
@@ -85,9 +85,29 @@ def test_an_interrupted_load_is_no_damaged_checkpoint(checkpoint):
         "    except BaseException as error:\n"
         "        raise ValueError('cannot read') from error\n"
         "ocp.Checkpointer.restore = restore\n"
-        "entry()\n"
+        "jaxspec()\n"
     )
     command = [sys.executable, "-c", script, "generate", "--model", checkpoint.converted, "--prompt", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 130
     assert done.stderr.endswith("jaxspec: interrupted\n")
+
+
+def test_an_interrupt_while_the_command_is_imported():
+    script = """
+import os, signal, sys
+from convert.program import jaxspec
+
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "jaxspec.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+jaxspec()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "jaxspec: interrupted\n")

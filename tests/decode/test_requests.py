@@ -29,6 +29,8 @@ REJECTED = {
     "negative length": ({"prompt_length": np.array([-1, 2])}, r"prompt_length must lie in 1\.\.3; got \[-1\]"),
     "length beyond the prompt": ({"prompt_length": np.array([4, 2])}, r"prompt_length must lie in 1\.\.3; got \[4\]"),
     "no rows": ({"prompt": np.zeros((0, 3), int), "prompt_length": np.zeros(0, int)}, r"prompt must be \[B, P\]"),
+    "empty list": ({"prompt": []}, r"prompt must be \[B, P\]"),
+    "empty row": ({"prompt": [[]], "prompt_length": [0]}, r"prompt must be \[B, P\]"),
     "no columns": ({"prompt": np.zeros((2, 0), int)}, r"prompt must be \[B, P\]"),
     "one dimension": ({"prompt": np.array([1, 2, 3])}, r"prompt must be \[B, P\]"),
     "lengths of another batch": ({"prompt_length": np.array([3])}, r"prompt_length must have shape \[2\]"),
