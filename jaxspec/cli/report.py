@@ -133,8 +133,8 @@ def write_plot(
         if not rounds[b]:
             continue
         tokens = accepted[b, : rounds[b]] + 1
-        # the last round may have ended early, and the first token is the prefill's
-        tokens[-1] = int(stats.emitted[b]) - 1 - tokens[:-1].sum()
+        # the last round may have ended early
+        tokens[-1] = int(stats.emitted[b]) - tokens[:-1].sum()
         number = np.arange(1, len(tokens) + 1)
         once = {"label": None} if b else {"label": "tokens of a round"}
         by_round.step(number, tokens, where="mid", linewidth=0.8, color="tab:gray", **once)
@@ -142,7 +142,7 @@ def write_plot(
         by_round.plot(number, np.cumsum(tokens) / number, color="tab:blue", **once)
     by_round.set(xlabel="round", ylabel="tokens", ylim=(0, None))
     by_round.xaxis.set_major_locator(MaxNLocator(integer=True))
-    by_round.legend(loc="lower right")
+    by_round.legend()
     save_figure(figure, path)
 
 

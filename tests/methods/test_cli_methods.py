@@ -98,6 +98,8 @@ def test_the_plot_of_plain_decoding_has_no_empty_half(monkeypatch, capsys, tmp_p
     (figure,) = figures
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["tokens of a round", "running mean"]
+    _, mean = axes.lines
+    assert (len(mean.get_xdata()), mean.get_ydata()[-1]) == (3, 1.0)
 
 
 def test_a_single_plan_is_drawn_whole():
