@@ -88,10 +88,9 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         models.target, np.zeros((batch, 1), np.int32), np.ones(batch, np.int32), jax.random.key(0), Plain(),
         Sampling(), ROOM, (), 0, None,
     )  # fmt: skip
-    lengths = contexts[0], contexts[-1]
-    options = fitted(PlannerOptions(max_draft=args.max_draft), measured.profile.costs(), num_layers, lengths)
+    costs, lengths = measured.profile.costs(), (contexts[0], contexts[-1])
+    options = fitted(PlannerOptions(max_draft=args.max_draft), costs, num_layers, lengths)
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (batch, contexts[-1] + 1)).astype(np.int32)
-    costs = measured.profile.costs()
 
     def planner_arguments(n: int) -> tuple:
         return models, cache, prompt, np.full(batch, n + 1), np.zeros((batch, 1), np.int32), np.full(batch, n), costs

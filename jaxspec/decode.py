@@ -116,9 +116,7 @@ def decode_in_segments(
     run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method))
     try:
         while np.any(np.asarray(run.state.finish) == Finish.RUNNING):
-            run.replan_at = run.rounds + method.segment_rounds
-            drafter, run.state = method.replan(run)
-            run.prepare(drafter, background=False)
+            drafter = run.replan(method)
             # the prefill counts as round 0
             last_round = np.int32(run.replan_at + 1)
             started = time.perf_counter()

@@ -26,7 +26,7 @@ class Run:
     state: DecodeState
     lower: Callable[[Method], Any]  # lowers a method's rounds; what it returns has `compile()`
     rounds: int = 0
-    replan_at: int = 0  # the round before which `replan` is called next; a method may put it off when it is called
+    replan_at: int = 0  # the round before which `replan` is called next; the method may put it off there
     decode_seconds: float = 0.0
     replan_seconds: float = 0.0
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not
@@ -37,6 +37,13 @@ class Run:
     _compiled: dict[Method, Future] = field(default_factory=dict)
     _pool: ThreadPoolExecutor | None = None
     _noted_at: tuple[float, float] = (0.0, 0.0)  # tokens per sequence and seconds at the last note
+
+    def replan(self, method: Method) -> Method:
+        """The method to go on with until `replan_at`, its rounds compiled, as `method.replan` says."""
+        self.replan_at = self.rounds + method.segment_rounds
+        drafter, self.state = method.replan(self)
+        self.prepare(drafter, background=False)
+        return drafter
 
     def prepare(self, method: Method, *, background: bool) -> bool:
         """Has a method's rounds compiled; returns whether they are ready.

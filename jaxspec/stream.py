@@ -157,15 +157,13 @@ class _Rounds:
 
     def next(self, stopped: Array) -> Any:
         models, request, max_new_tokens = self._arguments
-        run, length = self._run, self._method.segment_rounds
-        if length and run.rounds == run.replan_at:
+        run = self._run
+        if self._method.segment_rounds and run.rounds == run.replan_at:
             # the clock goes on while the caller looks at a chunk, but a round is under way then
             jax.block_until_ready(run.state.round)
             if run.rounds:
                 run.decode_seconds += time.perf_counter() - self._segment_started
-            run.replan_at = run.rounds + length
-            self._drafter, run.state = self._method.replan(run)
-            run.prepare(self._drafter, background=False)
+            self._drafter = run.replan(self._method)
             self._segment_started = time.perf_counter()
         state, run.state = run.state, None
         run.state, brought = self._step(models, state, request, stopped, self._drafter, max_new_tokens)

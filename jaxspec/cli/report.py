@@ -136,13 +136,11 @@ def write_plot(
         # the last round may have ended early
         tokens[-1] = int(stats.emitted[b]) - tokens[:-1].sum()
         number = np.arange(1, len(tokens) + 1)
-        once = {"label": None} if b else {"label": "tokens of a round"}
-        by_round.step(number, tokens, where="mid", linewidth=0.8, color="tab:gray", **once)
-        once = {"label": None} if b else {"label": "running mean"}
-        by_round.plot(number, np.cumsum(tokens) / number, color="tab:blue", **once)
+        by_round.step(number, tokens, where="mid", linewidth=0.8, color="tab:gray")
+        by_round.plot(number, np.cumsum(tokens) / number, color="tab:blue")
     by_round.set(xlabel="round", ylabel="tokens", ylim=(0, None))
     by_round.xaxis.set_major_locator(MaxNLocator(integer=True))
-    by_round.legend()
+    by_round.legend(["tokens of a round", "running mean"])
     save_figure(figure, path)
 
 

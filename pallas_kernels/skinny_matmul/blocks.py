@@ -15,7 +15,7 @@ class BlockSizes:
 
     Attributes:
       rows: rows of x in a tile, all of them, a power of two.
-      columns: columns of the weight per program.
+      block_n: columns of the weight per program, a power of two.
       block_k: rows of the weight per step, a power of two.
       num_splits: programs that share the rows of the weight behind one tile of columns.
       num_warps: warps per program.
@@ -23,16 +23,11 @@ class BlockSizes:
     """
 
     rows: int
-    columns: int
+    block_n: int
     block_k: int
     num_splits: int
     num_warps: int = 4
     num_stages: int = 4
-
-    @property
-    def block_n(self) -> int:
-        """Columns of a tile: `columns`, rounded up to a power of two."""
-        return power_of_two(self.columns)
 
 
 def choose_block_sizes(num_rows: int, depth: int, dtype: jnp.dtype, *, gated: bool = False) -> BlockSizes:
@@ -40,12 +35,12 @@ def choose_block_sizes(num_rows: int, depth: int, dtype: jnp.dtype, *, gated: bo
     rows = power_of_two(num_rows, 16)
     if jnp.dtype(dtype).itemsize == 4:
         # IEEE float32 products have no tensor-core path; both operands then sit in registers.
-        columns, block_k, splits, num_warps, num_stages = 32, 32, 4, 4 if rows <= 32 else 8, 2
+        block_n, block_k, splits, num_warps, num_stages = 32, 32, 4, 4 if rows <= 32 else 8, 2
     elif gated:
-        columns, block_k, splits, num_warps, num_stages = 64, 64, 1, 4, 4 if rows == 16 else 5
+        block_n, block_k, splits, num_warps, num_stages = 64, 64, 1, 4, 4 if rows == 16 else 5
     elif depth <= 4096:
-        columns, block_k, splits, num_warps, num_stages = 64, 128, 4, 4, 3
+        block_n, block_k, splits, num_warps, num_stages = 64, 128, 4, 4, 3
     else:
-        columns, block_k, splits, num_warps, num_stages = 64, 128, 5, 4, 4
+        block_n, block_k, splits, num_warps, num_stages = 64, 128, 5, 4, 4
     splits = 1 if gated else min(splits, ceil_div(depth, block_k))
-    return BlockSizes(rows, columns, block_k, splits, num_warps, num_stages)
+    return BlockSizes(rows, block_n, block_k, splits, num_warps, num_stages)

@@ -25,11 +25,11 @@ def _products(x_ref: Any, kernel_ref: Any, blocks: BlockSizes, members: tuple[in
     x [R,D]; kernel [D,N], or [D,2,N] with members 0 and 1.
     """
     num_rows, depth = x_ref.shape
-    out_row, column, owned = _indices(kernel_ref.shape[-1], blocks)
+    out_row, column = _indices(blocks)
     steps = ceil_div(depth, blocks.block_k)
     split = pl.program_id(1)
     begin, end = steps * split // blocks.num_splits, steps * (split + 1) // blocks.num_splits
-    x_mask, mask = (out_row < num_rows)[:, None], owned[None, :]
+    x_mask, mask = (out_row < num_rows)[:, None], (column < kernel_ref.shape[-1])[None, :]
     even = depth % blocks.block_k == 0
 
     def step(index, sums):
@@ -52,19 +52,17 @@ def _products(x_ref: Any, kernel_ref: Any, blocks: BlockSizes, members: tuple[in
     return jax.lax.fori_loop(begin, end, step, [zeros for _ in members])
 
 
-def _indices(columns: int, blocks: BlockSizes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """This program's rows [rows] and columns [block_n], and which of the columns are its own."""
-    column = jnp.arange(blocks.block_n, dtype=jnp.int32)
-    first = pl.program_id(0) * blocks.columns
-    owned = column < jnp.minimum(blocks.columns, columns - first)
-    return jnp.arange(blocks.rows, dtype=jnp.int32), first + column, owned
+def _indices(blocks: BlockSizes) -> tuple[jax.Array, jax.Array]:
+    """This program's rows [rows] and columns [block_n]."""
+    row = jnp.arange(blocks.rows, dtype=jnp.int32)
+    return row, pl.program_id(0) * blocks.block_n + jnp.arange(blocks.block_n, dtype=jnp.int32)
 
 
 def _store(ref: Any, part: tuple[Any, ...], product: jax.Array, blocks: BlockSizes) -> None:
     """Writes product [block_n, rows] into ref[part], [R, N]."""
     rows, columns = ref.shape[-2:]
-    row, column, owned = _indices(columns, blocks)
-    mask = owned[:, None] & (row < rows)[None, :]
+    row, column = _indices(blocks)
+    mask = (column < columns)[:, None] & (row < rows)[None, :]
     pltriton.store(ref.at[*part, row[None, :], column[:, None]], product.astype(ref.dtype), mask=mask)
 
 
@@ -87,7 +85,7 @@ def _call(
     return pl.pallas_call(
         functools.partial(kernel, blocks=blocks),
         out_shape=out,
-        grid=(ceil_div(weight.shape[-1], blocks.columns), blocks.num_splits),
+        grid=(ceil_div(weight.shape[-1], blocks.block_n), blocks.num_splits),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name=name,
