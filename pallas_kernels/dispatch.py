@@ -29,8 +29,9 @@ def resolve(backend: str | None) -> str:
     return backend
 
 
-def compares_bfloat16_pairs() -> bool:
-    """Returns whether the GPU compares two bfloat16 numbers in an instruction: from compute capability 9.0 (Hopper) on.
+def at_least_hopper() -> bool:
+    """Returns whether the GPU has compute capability 9.0 or more: it compares two bfloat16 numbers in an instruction,
+    and can start a kernel before the one ahead of it has ended.
 
     True without a GPU, where programs are compiled for one at most.
     """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.early_launch import early_launch
 from pallas_kernels.tiling import ceil_div, power_of_two
 
 # Lower than any logit, and finite: the difference of two of them is 0 where that of two -inf is NaN.
@@ -106,7 +107,15 @@ def _merge_kernel(acc_ref, top_ref, total_ref, out_ref, *lse_ref, splits: int, h
 
 
 def merge(
-    acc: jax.Array, top: jax.Array, total: jax.Array, dtype: jnp.dtype, *, want_lse: bool, interpret: bool, name: str
+    acc: jax.Array,
+    top: jax.Array,
+    total: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    want_lse: bool,
+    early: bool = False,
+    interpret: bool,
+    name: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Merges parts acc [B,C,T,N,H], top and total [B,C,T,N] into out [B,T,N,H] and lse [B,T,N]."""
     batch, splits, num_rows, heads, head_dim = acc.shape
@@ -118,8 +127,9 @@ def merge(
     shapes = [jax.ShapeDtypeStruct((batch, num_rows, heads, head_dim), dtype)]
     if want_lse:
         shapes.append(jax.ShapeDtypeStruct((batch, num_rows, heads), jnp.float32))
+    kernel = functools.partial(_merge_kernel, splits=splits, head_block=head_block)
     out, *lse = pl.pallas_call(
-        functools.partial(_merge_kernel, splits=splits, head_block=head_block),
+        early_launch(kernel, early, interpret=interpret),
         out_shape=tuple(shapes),
         grid=(ceil_div(heads, head_block), num_rows, batch),
         compiler_params=pltriton.CompilerParams(num_warps=max(1, min(8, elements // 512)), num_stages=1),

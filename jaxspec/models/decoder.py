@@ -91,12 +91,17 @@ class Decoder(nn.Module):
         context = (start, attend_at, rope_tables(c.rope, c.head_dim, positions), selection, collect)
         # the residual stream is x + update; the sum is left to the next norm's kernel where there is one
         x, update = self.embedding[tokens], None
+        # XLA reads the residual stream where it is handed out, and around a sublayer that runs conditionally
+        static = layers is None or all(isinstance(run, bool) for run in (*layers.attn, *layers.mlp))
+        early = static and not collect.hidden
         caches, scores, queries, hidden = [], [], {}, [x]
         for i, block in enumerate(self.layers):
             layer_cache = cache[i]
             run = layers is None or layers.attn[i]
             if run is True:
-                x, update, layer_cache, queries[i], layer_scores = block.attend(x, update, layer_cache, *context)
+                x, update, layer_cache, queries[i], layer_scores = block.attend(
+                    x, update, layer_cache, *context, early=early
+                )
                 scores.append(layer_scores)
             elif run is not False:
                 attend = partial(self._attend_alone, i, context)
@@ -106,7 +111,7 @@ class Decoder(nn.Module):
             hidden.append(add_update(x, update))
             run = layers is None or layers.mlp[i]
             if run is True:
-                x, update = block.feed_forward(x, update)
+                x, update = block.feed_forward(x, update, early=early)
             elif run is not False:
                 feed_forward = partial(self._feed_forward_alone, i)
                 x, update = jax.lax.cond(run, feed_forward, lambda x: x, add_update(x, update)), None

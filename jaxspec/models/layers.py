@@ -31,9 +31,9 @@ class RMSNorm(nn.Module):
     def setup(self) -> None:
         self.scale = self.param("scale", nn.initializers.ones, (self.size,))
 
-    def __call__(self, x: Array, update: Array | None = None) -> tuple[Array, Array]:
+    def __call__(self, x: Array, update: Array | None = None, *, early: bool = False) -> tuple[Array, Array]:
         """x + update and its norm, both [B, T, D]; the update may come as partial sums."""
-        return add_rms_norm(x, update, self.scale, eps=self.eps, backend=self.backend)
+        return add_rms_norm(x, update, self.scale, eps=self.eps, early=early, backend=self.backend)
 
 
 class Projection(nn.Module):
@@ -58,13 +58,14 @@ class Projection(nn.Module):
         out = jax.lax.dot_general(x, self.kernel, (contract, ((), ())), precision=precision_of(x))
         return out + self.bias if self.use_bias and add_bias else out
 
-    def parts(self, x: Array, *, add_bias: bool = True) -> Array:
+    def parts(self, x: Array, *, add_bias: bool = True, early: bool = False) -> Array:
         """The same for an op that takes partial sums, float32 [C, B, T, *outputs]: few rows come so."""
         n = len(self.inputs)
         if not _is_skinny(x, n, self.kernel, self.backend) or (self.use_bias and add_bias):
             return self(x, add_bias=add_bias)
         depth = math.prod(self.inputs)
-        sums = skinny_matmul(x.reshape(-1, depth), self.kernel.reshape(depth, -1), backend=self.backend)
+        kernel = self.kernel.reshape(depth, -1)
+        sums = skinny_matmul(x.reshape(-1, depth), kernel, early=early, backend=self.backend)
         return sums.reshape(-1, *x.shape[:-n], *self.outputs)
 
 
@@ -85,6 +86,11 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
+    def is_skinny(self, x: Array) -> bool:
+        """Whether kernels multiply all of x [B,T,D], and what comes of it."""
+        kernels = self.qkv.kernel, self.out.kernel
+        return not self.config.out_bias and all(_is_skinny(x, 1, kernel, self.backend) for kernel in kernels)
+
     def __call__(
         self,
         x: Array,
@@ -94,6 +100,8 @@ class Attention(nn.Module):
         rope: tuple[Array, Array],
         selection: KVSelection | KVSelector | None,
         collect: Collect,
+        *,
+        early: bool = False,
     ) -> tuple[Array, LayerCache, Array, Array | None]:
         """Returns the sublayer's output [B,T,D], perhaps as partial sums, the cache with this call's rows, q [B,T,N,H]
         and row scores.
@@ -101,8 +109,9 @@ class Attention(nn.Module):
         Keys and values go to rows `start` and on; the queries see what positions `attend_at` and on see.
         """
         c = self.config
+        # never early: methods read the cache by XLA, which may do so right after its rows are written
         q, *kv = rope_and_cache(
-            self.qkv.parts(x, add_bias=False),
+            self.qkv.parts(x, add_bias=False, early=early),
             *cache,
             *rope,
             start,
@@ -124,6 +133,7 @@ class Attention(nn.Module):
                 scored_rows=collect.scored_rows,
                 score_mode=collect.score_mode,
                 per_row=collect.per_row,
+                early=early,
                 backend=self.backend,
             )
         else:
@@ -142,9 +152,10 @@ class Attention(nn.Module):
                 valid=selection.valid,
                 window=selection.window,
                 scale=scale,
+                early=early,
                 backend=self.backend,
             )
-        return self.out.parts(out), cache, q, scores
+        return self.out.parts(out, early=early), cache, q, scores
 
 
 class MLP(nn.Module):
@@ -158,11 +169,16 @@ class MLP(nn.Module):
         self.gate_up = Projection((c.hidden_size,), (2, c.intermediate_size), c.mlp_bias, self.backend)
         self.down = Projection((c.intermediate_size,), (c.hidden_size,), c.mlp_bias, self.backend)
 
-    def __call__(self, x: Array) -> Array:
+    def is_skinny(self, x: Array) -> bool:
+        """Whether kernels multiply all of x [B,T,D], and what comes of it."""
+        kernels = self.gate_up.kernel, self.down.kernel
+        return not self.config.mlp_bias and all(_is_skinny(x, 1, kernel, self.backend) for kernel in kernels)
+
+    def __call__(self, x: Array, *, early: bool = False) -> Array:
         """[B,T,D], perhaps as partial sums."""
         if _is_skinny(x, 1, self.gate_up.kernel, self.backend) and not self.config.mlp_bias:
-            hidden = gated_matmul(x.reshape(-1, x.shape[-1]), self.gate_up.kernel, backend=self.backend)
-            return self.down.parts(hidden.reshape(*x.shape[:-1], -1))
+            hidden = gated_matmul(x.reshape(-1, x.shape[-1]), self.gate_up.kernel, early=early, backend=self.backend)
+            return self.down.parts(hidden.reshape(*x.shape[:-1], -1), early=early)
         gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)
         hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         return self.down(hidden.astype(x.dtype))
@@ -174,6 +190,9 @@ class Block(nn.Module):
     A sublayer takes the residual stream in two parts, x and the update of the sublayer before it, and returns their sum
     and an update of its own: the addition is part of the next norm's kernel, and so is adding up an update's partial
     sums.
+
+    `early` says that nothing but a norm reads what a sublayer returns, besides the cache, the queries and the scores. A
+    sublayer whose products are kernels then launches early, see `pallas_kernels.early_launch`.
     """
 
     config: ModelConfig
@@ -188,16 +207,18 @@ class Block(nn.Module):
         self.mlp = MLP(c, self.backend)
 
     def attend(
-        self, x: Array, update: Array | None, cache: LayerCache, *args: Any
+        self, x: Array, update: Array | None, cache: LayerCache, *args: Any, early: bool = False
     ) -> tuple[Array, Array, LayerCache, Array, Array | None]:
         """Attention sublayer: x, update, and what `Attention` returns besides."""
-        x, normed = self.attention_norm(x, update)
-        return x, *self.attention(normed, cache, *args)
+        early = early and self.attention.is_skinny(x)
+        x, normed = self.attention_norm(x, update, early=early)
+        return x, *self.attention(normed, cache, *args, early=early)
 
-    def feed_forward(self, x: Array, update: Array | None) -> tuple[Array, Array]:
+    def feed_forward(self, x: Array, update: Array | None, *, early: bool = False) -> tuple[Array, Array]:
         """MLP sublayer: x, update."""
-        x, normed = self.mlp_norm(x, update)
-        return x, self.mlp(normed)
+        early = early and self.mlp.is_skinny(x)
+        x, normed = self.mlp_norm(x, update, early=early)
+        return x, self.mlp(normed, early=early)
 
 
 def add_update(x: Array, update: Array | None) -> Array:

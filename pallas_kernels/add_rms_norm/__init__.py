@@ -8,7 +8,13 @@ from pallas_kernels import checks, dispatch
 
 
 def add_rms_norm(
-    x: jax.Array, update: jax.Array | None, scale: jax.Array, *, eps: float, backend: str | None = None
+    x: jax.Array,
+    update: jax.Array | None,
+    scale: jax.Array,
+    *,
+    eps: float,
+    early: bool = False,
+    backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """y = x + update, and the RMS norm of y over the last axis (Zhang and Sennrich, arXiv 1910.07467).
 
@@ -19,6 +25,7 @@ def add_rms_norm(
       update: like x, or None for no addition, or float32 [C, B, T, D]: partial sums, whose sum rounds to x's dtype.
       scale: [D], any float dtype.
       eps: added to the mean square.
+      early: whether all that reads the results are kernels of this package, see `early_launch`.
       backend: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -39,4 +46,4 @@ def add_rms_norm(
         return reference.add_rms_norm(x, update, scale, eps=eps)
     from pallas_kernels.add_rms_norm import triton
 
-    return triton.add_rms_norm(x, update, scale, eps=eps, interpret=backend == "interpret")
+    return triton.add_rms_norm(x, update, scale, eps=eps, early=early, interpret=backend == "interpret")

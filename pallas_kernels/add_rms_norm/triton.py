@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.early_launch import early_launch
 from pallas_kernels.partial_sums import load_sum
 
 
@@ -33,9 +34,9 @@ def _kernel(*refs, size: int, eps: float, has_update: bool) -> None:
     pltriton.store(norm_ref.at[row, at], y.astype(norm_ref.dtype), mask=mask)
 
 
-@dispatch.shared("eps", "interpret")
+@dispatch.shared("eps", "early", "interpret")
 def add_rms_norm(
-    x: jax.Array, update: jax.Array | None, scale: jax.Array, *, eps: float, interpret: bool
+    x: jax.Array, update: jax.Array | None, scale: jax.Array, *, eps: float, early: bool = False, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the public op."""
     size = x.shape[-1]
@@ -43,8 +44,9 @@ def add_rms_norm(
     has_update = update is not None
     operands = [rows, update.reshape(-1, *rows.shape), scale] if has_update else [rows, scale]
     out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    kernel = functools.partial(_kernel, size=size, eps=eps, has_update=has_update)
     results = pl.pallas_call(
-        functools.partial(_kernel, size=size, eps=eps, has_update=has_update),
+        early_launch(kernel, early, interpret=interpret),
         out_shape=(out,) * (1 + has_update),
         grid=(rows.shape[0],),
         # 16 values per thread: enough loads in flight, few steps in the reduction

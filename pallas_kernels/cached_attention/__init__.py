@@ -19,6 +19,7 @@ def cached_attention(
     scored_rows: jax.Array | None = None,
     score_mode: str = "weight",
     per_row: bool = False,
+    early: bool = False,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from T consecutive positions to every earlier row of the cache, the current rows included.
@@ -38,6 +39,7 @@ def cached_attention(
       score_mode: 'weight' sums softmax probabilities, 'logit' sums scaled raw logits. The sum runs over heads and,
         unless `per_row`, over the R scored queries.
       per_row: keep the scored queries apart.
+      early: whether all that reads `out` are kernels of this package, see `early_launch`.
       backend: 'pallas' (GPU kernel), 'interpret' (the same kernel, interpreted), 'xla' (plain jnp), or None for the
         platform's own.
 
@@ -65,4 +67,4 @@ def cached_attention(
         return xla.cached_attention(q, k, v, start, **options)
     from pallas_kernels.cached_attention import triton
 
-    return triton.cached_attention(q, k, v, start, **options, interpret=backend == "interpret")
+    return triton.cached_attention(q, k, v, start, **options, early=early, interpret=backend == "interpret")

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, online
 from pallas_kernels.cached_attention import scores as scoring
 from pallas_kernels.cached_attention.blocks import BlockSizes, choose_block_sizes
+from pallas_kernels.early_launch import early_launch
 from pallas_kernels.tiling import ceil_div, power_of_two
 
 # Up to this many queries the scored ones are taken from the attention pass itself.
@@ -126,6 +127,7 @@ def attend(
     scored: jax.Array | None,
     request: scoring.Request | None,
     blocks: BlockSizes,
+    early: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernels for at most one request for scores of the queries `scored` [B,R]."""
@@ -154,8 +156,10 @@ def attend(
         _attention_kernel(named, scale=scale, shape=shape, blocks=blocks, request=request)
 
     row_tiles = ceil_div(num_rows * group, blocks.rows)
+    # XLA adds logit scores up; a kernel adds weights, and another merges several parts, whoever reads `out`
+    read_by_kernels = request is None or request.mode == "weight"
     results = pl.pallas_call(
-        kernel,
+        early_launch(kernel, read_by_kernels and (early or blocks.num_splits > 1), interpret=interpret),
         out_shape=tuple(outputs.values()),
         grid=(kv_heads * row_tiles, blocks.num_splits, batch),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
@@ -168,13 +172,13 @@ def attend(
     else:
         name = "cached_attention_merge"
         parts = got["acc"], got["top"], got["total"]
-        out, lse = online.merge(*parts, q.dtype, want_lse=want_lse, interpret=interpret, name=name)
+        out, lse = online.merge(*parts, q.dtype, want_lse=want_lse, early=early, interpret=interpret, name=name)
     if request is None:
         return out, None
     return out, request.finish(got, lse, scored, start, capacity, scale, blocks, interpret)
 
 
-@dispatch.shared("scale", "score_mode", "per_row", "interpret", "blocks")
+@dispatch.shared("scale", "score_mode", "per_row", "early", "interpret", "blocks")
 def cached_attention(
     q: jax.Array,
     k: jax.Array,
@@ -185,6 +189,7 @@ def cached_attention(
     scored_rows: jax.Array | None = None,
     score_mode: str = "weight",
     per_row: bool = False,
+    early: bool = False,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -204,14 +209,14 @@ def cached_attention(
     blocks = blocks or choose(batch, num_rows)
     run = functools.partial(attend, scale=scale, interpret=interpret)
     if scored_rows is None:
-        return run(q, k, v, start, scored=None, request=None, blocks=blocks)
+        return run(q, k, v, start, scored=None, request=None, blocks=blocks, early=early)
     group = heads // kv_heads
     scored = jnp.clip(scored_rows, 0, num_rows - 1)
     # Longer chunks score in passes of their own, one query each: every row of a pass then stands at one position.
     if num_rows <= SCORED_IN_PASS:
         request = scoring.Request(scored.shape[1], group, score_mode, per_row)
-        return run(q, k, v, start, scored=scored, request=request, blocks=blocks)
-    out, _ = run(q, k, v, start, scored=None, request=None, blocks=blocks)
+        return run(q, k, v, start, scored=scored, request=request, blocks=blocks, early=early)
+    out, _ = run(q, k, v, start, scored=None, request=None, blocks=blocks, early=early)
     only, request = jnp.zeros((batch, 1), jnp.int32), scoring.Request(1, group, score_mode, False)
     scores = []
     for r in range(scored.shape[1]):

@@ -18,7 +18,7 @@ _DESIGNS = {
 
 def unavailable() -> frozenset[str]:
     """The designs that do not run with this GPU and this JAX."""
-    if not dispatch.compares_bfloat16_pairs():
+    if not dispatch.at_least_hopper():
         return frozenset({"gather", "radix"})
     return frozenset() if histogram.AVAILABLE else frozenset({"radix"})
 

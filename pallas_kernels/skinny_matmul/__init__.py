@@ -10,12 +10,13 @@ from pallas_kernels import checks, dispatch
 MAX_ROWS = 64
 
 
-def skinny_matmul(x: jax.Array, kernel: jax.Array, *, backend: str | None = None) -> jax.Array:
+def skinny_matmul(x: jax.Array, kernel: jax.Array, *, early: bool = False, backend: str | None = None) -> jax.Array:
     """Partial sums of x @ kernel, for an op that reads the product next and adds them up on the way (split-K).
 
     Args:
       x: [R, D], at most 64 rows.
       kernel: [D, N] of x's dtype.
+      early: whether all that reads the result are kernels of this package, see `early_launch`.
       backend: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -32,15 +33,16 @@ def skinny_matmul(x: jax.Array, kernel: jax.Array, *, backend: str | None = None
         return reference.skinny_matmul(x, kernel)
     from pallas_kernels.skinny_matmul import triton
 
-    return triton.skinny_matmul(x, kernel, interpret=backend == "interpret")
+    return triton.skinny_matmul(x, kernel, early=early, interpret=backend == "interpret")
 
 
-def gated_matmul(x: jax.Array, kernel: jax.Array, *, backend: str | None = None) -> jax.Array:
+def gated_matmul(x: jax.Array, kernel: jax.Array, *, early: bool = False, backend: str | None = None) -> jax.Array:
     """silu(x @ kernel[:, 0]) * (x @ kernel[:, 1]) (Shazeer, arXiv 2002.05202); both products round to x's dtype first.
 
     Args:
       x: [R, D], at most 64 rows.
       kernel: [D, 2, I] of x's dtype.
+      early: whether all that reads the result are kernels of this package, see `early_launch`.
       backend: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -57,7 +59,7 @@ def gated_matmul(x: jax.Array, kernel: jax.Array, *, backend: str | None = None)
         return reference.gated_matmul(x, kernel)
     from pallas_kernels.skinny_matmul import triton
 
-    return triton.gated_matmul(x, kernel, interpret=backend == "interpret")
+    return triton.gated_matmul(x, kernel, early=early, interpret=backend == "interpret")
 
 
 def _check(x: jax.Array, kernel: jax.Array, expected: tuple[int | None, ...], meaning: str) -> None:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch
+from pallas_kernels.early_launch import early_launch
 from pallas_kernels.skinny_matmul.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div
 
@@ -80,10 +81,10 @@ def _gated_kernel(x_ref, kernel_ref, out_ref, *, blocks: BlockSizes) -> None:
 
 
 def _call(
-    kernel: Any, name: str, x: jax.Array, weight: jax.Array, out: Any, blocks: BlockSizes, interpret: bool
+    kernel: Any, name: str, x: jax.Array, weight: jax.Array, out: Any, blocks: BlockSizes, early: bool, interpret: bool
 ) -> Any:
     return pl.pallas_call(
-        functools.partial(kernel, blocks=blocks),
+        early_launch(functools.partial(kernel, blocks=blocks), early, interpret=interpret),
         out_shape=out,
         grid=(ceil_div(weight.shape[-1], blocks.block_n), blocks.num_splits),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
@@ -92,21 +93,31 @@ def _call(
     )(x, weight)
 
 
-@dispatch.shared("interpret", "blocks")
+@dispatch.shared("early", "interpret", "blocks")
 def skinny_matmul(
-    x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    early: bool = False,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
 ) -> jax.Array:
     """See the public op; `blocks` overrides the choice for measurements."""
     blocks = blocks or choose_block_sizes(*x.shape, x.dtype)
     out = jax.ShapeDtypeStruct((blocks.num_splits, x.shape[0], kernel.shape[1]), jnp.float32)
-    return _call(_skinny_kernel, "skinny_matmul", x, kernel, out, blocks, interpret)
+    return _call(_skinny_kernel, "skinny_matmul", x, kernel, out, blocks, early, interpret)
 
 
-@dispatch.shared("interpret", "blocks")
+@dispatch.shared("early", "interpret", "blocks")
 def gated_matmul(
-    x: jax.Array, kernel: jax.Array, *, interpret: bool = False, blocks: BlockSizes | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    early: bool = False,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
 ) -> jax.Array:
     """See the public op; `blocks` overrides the choice for measurements."""
     blocks = blocks or choose_block_sizes(*x.shape, x.dtype, gated=True)
     out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[2]), x.dtype)
-    return _call(_gated_kernel, "gated_matmul", x, kernel, out, blocks, interpret)
+    return _call(_gated_kernel, "gated_matmul", x, kernel, out, blocks, early, interpret)

@@ -19,6 +19,7 @@ def sparse_attention(
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
+    early: bool = False,
     backend: str | None = None,
 ) -> jax.Array:
     """Attends from T consecutive positions to the cache rows in `rows` and, with `valid`, to every row from there on.
@@ -41,6 +42,7 @@ def sparse_attention(
       window: static bound on the number of recent rows: start[b] + T - valid[b] <= window for every b. Rows past the
         bound are not read. Required with `valid`, and 0 without.
       scale: factor on the logits.
+      early: whether all that reads the result are kernels of this package, see `early_launch`.
       backend: 'pallas' (GPU kernel), 'interpret' (the same kernel, interpreted), 'xla' (plain jnp), or None for the
         platform's own.
 
@@ -76,4 +78,5 @@ def sparse_attention(
         return reference.sparse_attention(q, k, v, rows[layer], start, **options)
     from pallas_kernels.sparse_attention import triton
 
-    return triton.sparse_attention(q, k, v, rows, start, layer=layer, **options, interpret=backend == "interpret")
+    interpret = backend == "interpret"
+    return triton.sparse_attention(q, k, v, rows, start, layer=layer, **options, early=early, interpret=interpret)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, online
+from pallas_kernels.early_launch import early_launch
 from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.tiling import ceil_div, power_of_two
 
@@ -109,7 +110,7 @@ def _sparse_kernel(
         pltriton.store(results[2].at[batch, split, query, head], total, mask=in_tile)
 
 
-@dispatch.shared("window", "scale", "interpret", "blocks")
+@dispatch.shared("window", "scale", "early", "interpret", "blocks")
 def sparse_attention(
     q: jax.Array,
     k: jax.Array,
@@ -122,6 +123,7 @@ def sparse_attention(
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
+    early: bool = False,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> jax.Array:
@@ -139,8 +141,10 @@ def sparse_attention(
         parts = (batch, blocks.num_splits, num_rows, heads)
         part = jax.ShapeDtypeStruct(parts, jnp.float32)
         shapes = (jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part)
+    kernel = functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window)
     results = pl.pallas_call(
-        functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window),
+        # several parts are read by the merge, whoever reads the result
+        early_launch(kernel, early or blocks.num_splits > 1, interpret=interpret),
         out_shape=shapes,
         grid=(kv_heads * ceil_div(num_rows * group, blocks.rows), blocks.num_splits, batch),
         compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
@@ -149,4 +153,5 @@ def sparse_attention(
     )(q, k, v, rows, start, count, jnp.asarray(layer, jnp.int32).reshape(1), *(() if valid is None else (valid,)))
     if blocks.num_splits == 1:
         return results[0]
-    return online.merge(*results, q.dtype, want_lse=False, interpret=interpret, name="sparse_attention_merge")[0]
+    name = "sparse_attention_merge"
+    return online.merge(*results, q.dtype, want_lse=False, early=early, interpret=interpret, name=name)[0]

@@ -197,7 +197,7 @@ def test_without_histograms_long_rows_are_spread(monkeypatch):
 
 
 def test_an_older_gpu_takes_what_it_can_run(monkeypatch):
-    monkeypatch.setattr(dispatch, "compares_bfloat16_pairs", lambda: False)
+    monkeypatch.setattr(dispatch, "at_least_hopper", lambda: False)
     assert launches(40000) == launches(20000) == 5
     assert triton.unavailable() == {"gather", "radix"}
     assert choose_block_sizes(448, 32768, BF16, triton.unavailable()).design == "resident"
