@@ -31,7 +31,8 @@ def images(executable: bytes) -> list[bytes]:
             pending += _chunks(data[start:])
             continue
         starts = [i for i in _find(data, ELF) if struct.unpack_from("<H", data, i + 18)[0] == CUDA_MACHINE]
-        found += [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
+        # without any image there is an end and no start
+        found += [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=False)]
     return found
 
 

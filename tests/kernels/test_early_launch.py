@@ -1,0 +1,41 @@
+"""Launching early changes no result: the same numbers, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_rms_norm, cached_attention, gated_matmul, skinny_matmul, sparse_attention
+
+KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+def draw(*shape, dtype=jnp.bfloat16):
+    # of its own per shape
+    return jax.random.normal(jax.random.key(sum(shape)), shape, dtype)
+
+
+Q, K, V = draw(2, 3, 8, 64), draw(2, 500, 2, 64), draw(2, 500, 2, 64) * 2
+START, ROWS = jnp.array([497, 300], jnp.int32), jnp.arange(2 * 250, dtype=jnp.int32).reshape(2, 250) % 250
+SCORED = jnp.array([[0, 2], [1, 1]], jnp.int32)
+
+CALLS = {
+    "skinny_matmul": functools.partial(skinny_matmul, draw(3, 512), draw(512, 96)),
+    "gated_matmul": functools.partial(gated_matmul, draw(3, 512), draw(512, 2, 96)),
+    "add_rms_norm": functools.partial(add_rms_norm, draw(2, 3, 96), draw(2, 3, 96), draw(96), eps=1e-6),
+    "sparse_attention": functools.partial(sparse_attention, Q, K, V, ROWS, START, scale=0.1),
+    "cached_attention": functools.partial(cached_attention, Q, K, V, START, scale=0.1),
+    "weights": functools.partial(cached_attention, Q, K, V, START, scale=0.1, scored_rows=SCORED),
+    "logits": functools.partial(cached_attention, Q, K, V, START, scale=0.1, scored_rows=SCORED, score_mode="logit"),
+}
+
+
+@pytest.mark.parametrize("backend", ["xla", *KERNELS])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_result_is_the_same(call, backend):
+    early, late = (jax.tree.leaves(CALLS[call](early=early, backend=backend)) for early in (True, False))
+    for x, y in zip(early, late, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert np.isfinite(x[x != -jnp.inf]).all()
