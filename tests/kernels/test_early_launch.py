@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_rms_norm, cached_attention, gated_matmul, skinny_matmul, sparse_attention
+from pallas_kernels import add_rms_norm, cached_attention, dispatch, gated_matmul, skinny_matmul, sparse_attention
+from pallas_kernels.early_launch import AVAILABLE, early_launch
 
 KERNELS = ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 
@@ -39,3 +40,22 @@ def test_the_result_is_the_same(call, backend):
     for x, y in zip(early, late, strict=True):
         np.testing.assert_array_equal(x, y)
         assert np.isfinite(x[x != -jnp.inf]).all()
+
+
+def kernel(*refs):
+    del refs
+
+
+@pytest.mark.parametrize(
+    ("early", "interpret", "hopper"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_kernel_stays_as_it_is_where_nothing_can_start_early(early, interpret, hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "at_least_hopper", lambda: hopper)
+    assert early_launch(kernel, early, interpret=interpret) is kernel
+
+
+def test_it_needs_an_xla_that_has_kernels_wait(monkeypatch):
+    monkeypatch.setattr(dispatch, "at_least_hopper", lambda: True)
+    waits = jax.__version_info__ >= (0, 11)
+    assert waits == AVAILABLE
+    assert waits == (early_launch(kernel, True, interpret=False) is not kernel)

@@ -91,10 +91,9 @@ def early_kernels(hlo):
     return {instruction.kernel for instruction in early}
 
 
-# Of an instruction's 128 bits the first 12. Source: what nvdisasm prints beside each instruction for sm_90.
-WAIT, LAUNCH_DEPENDENTS = 0x82E, 0x82D
-# LDG, LDGSTS, LD, STG, ST, and bulk copies
-MEMORY = {0x981, 0xFAE, 0x980, 0x986, 0x385, 0x5B4, 0x3B4, 0x3BA}
+# Of an instruction's 128 bits the first 12. Source: what nvdisasm prints for sm_90 as ACQBULK, PREEXIT, and LDG, LDGSTS
+# and STG, all by which these kernels reach memory.
+WAIT, LAUNCH_DEPENDENTS, MEMORY = 0x82E, 0x82D, {0x981, 0xFAE, 0x986}
 
 
 def shapes(config):
