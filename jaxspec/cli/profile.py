@@ -117,7 +117,7 @@ def table(measured: "Measurement") -> str:
         cells = [
             pair(measured.attention[i], profile.attention.at(n)),
             pair(measured.verify_attention[i], profile.verify_attention.at(n)),
-            pair(measured.plain[i], costs.round(0, 0, 0, n)),
+            pair(measured.plain[i], costs.plain_step(n)),
             pair(measured.verify and measured.verify[i], costs.verify(rows - 1, n)),
         ]
         lines.append(f"{n:>8}  " + "  ".join(cells))
@@ -154,7 +154,7 @@ def write_plot(path: Path, title: str, measured: "Measurement") -> None:
         (left, "attention", measured.attention, profile.attention.at),
         (left, f"attention, {profile.rows} rows", measured.verify_attention, profile.verify_attention.at),
         (left, "attention over selected rows", measured.selected, profile.selected and profile.selected.at),
-        (right, "plain step", measured.plain, lambda n: costs.round(0, 0, 0, n)),
+        (right, "plain step", measured.plain, lambda n: costs.plain_step(n)),
         (right, f"verification, {profile.rows} rows", measured.verify, lambda n: costs.verify(profile.rows - 1, n)),
     ]
     for axes, label, seconds, fitted in curves:

@@ -47,14 +47,21 @@ class RoundCosts(NamedTuple):
         """Seconds of one draft step that runs so many sublayers of each kind at context length n."""
         return num_attention * self.draft_attention.at(n) + num_mlp * self.mlp + self.head
 
+    def plain_step(self, n: Any) -> Any:
+        """Seconds of a step of plain decoding at context length n."""
+        return self._one_row(n) + self.overhead
+
+    def _one_row(self, n: Any) -> Any:
+        return self.num_layers * (self.attention.at(n) + self.mlp) + self.head
+
     def verify(self, num_draft: Any, n: Any) -> Any:
         """Seconds of verifying `num_draft` drafts, num_draft + 1 query rows, at context length n."""
-        one = self.num_layers * (self.attention.at(n) + self.mlp) + self.head
+        one = self._one_row(n)
         most = self.num_layers * (self.verify_attention.at(n) + self.verify_mlp) + self.verify_head
         return one + (most - one) * num_draft / (self.rows - 1) + self.num_layers * self.scoring.at(n)
 
     def round(self, num_attention: Any, num_mlp: Any, num_draft: Any, n: Any) -> Any:
-        """Seconds of a whole round at context length n; without drafts, of a plain step."""
+        """Seconds of a whole round at context length n; without drafts, of a plain step that may score rows."""
         return num_draft * self.draft_step(num_attention, num_mlp, n) + self.verify(num_draft, n) + self.overhead
 
 

@@ -47,7 +47,7 @@ class Measurement:
     @property
     def plain_error(self) -> float:
         """Largest relative error of the predicted plain steps."""
-        predicted = [self.profile.costs().round(0, 0, 0, n) for n in self.contexts]
+        predicted = [self.profile.costs().plain_step(n) for n in self.contexts]
         return max(abs(p - t) / t for p, t in zip(predicted, self.plain, strict=True))
 
 
@@ -65,8 +65,9 @@ def measure(
 ) -> Measurement:
     """Times the parts of decoding, each in a loop on the device, and fits the latency model.
 
-    Sublayers are timed as the difference that so many of them make to a forward that runs nothing but embedding and
-    output head. Only as many layers are used as it takes to defeat the device's cache.
+    An MLP's time is the mean of what MLPs add to forwards of embedding and output head alone and to forwards with
+    attention: alone they take longer than among others, whose kernels they overlap with. Attention takes the rest of
+    whole layers, so that whole steps add up. Only as many layers are used as it takes to defeat the device's cache.
 
     Args:
         models: the target.
@@ -97,10 +98,10 @@ def measure(
         jobs["head", count] = partial(forwards, layers=LayerMask(nothing, nothing), count=count)
         jobs["mlp", count] = partial(forwards, layers=LayerMask(nothing, everything), count=count)
         jobs["attention", count] = partial(forwards, layers=LayerMask(everything, nothing), count=count)
+        jobs["layers", count] = partial(forwards, layers=LayerMask(everything, everything), count=count)
     if selection is not None:
-        jobs["selected"] = partial(selected_forwards, layers=LayerMask(everything, nothing), method=selection)
+        jobs["selected"] = partial(selected_forwards, layers=LayerMask(everything, everything), method=selection)
         jobs["scored"] = partial(scored_forwards, count=rows, method=selection)
-        jobs["unscored"] = partial(forwards, layers=LayerMask(everything, everything), count=rows)
     whole = _Loops(models, batch, contexts, rows, steps, repeats, models.target.config.num_layers)
     whole_jobs: dict[Any, _Job] = {"plain": partial(plain_loop, request=_request(models, batch, steps))}
     if whole_verify:
@@ -118,33 +119,39 @@ def measure(
     seconds |= {name: whole.time(job, contexts) for name, job in whole_jobs.items()}
     whole.drop()
 
-    def per_layer(name: Any, without: Sequence[float]) -> tuple[float, ...]:
+    def per_layer(more: Sequence[float], less: Sequence[float], rest: float = 0.0) -> tuple[float, ...]:
         # noise may make a difference negative where a part costs next to nothing
-        base = without if len(without) > 1 else without * len(contexts)
-        return tuple(max(t - b, 1e-9) / k for t, b in zip(seconds[name], base, strict=False))
+        return tuple(max((m - n) / k - rest, 1e-9 / k) for m, n in zip(more, less, strict=True))
 
-    attention, verify_attention = (per_layer(("attention", n), seconds["head", n]) for n in (1, rows))
+    def layers(count: int) -> tuple[tuple[float, ...], float]:
+        """Attention at each context, and an MLP."""
+        both, attention = seconds["layers", count], seconds["attention", count]
+        alone = per_layer(seconds["mlp", count], seconds["head", count])
+        mlp = (alone[0] + statistics.mean(per_layer(both, attention))) / 2
+        return per_layer(both, seconds["head", count] * len(contexts), mlp), mlp
+
+    (attention, mlp), (verify_attention, verify_mlp) = layers(1), layers(rows)
     selected = scoring = None
     if selection is not None:
-        selected = per_layer("selected", seconds["head", 1])
-        scoring = per_layer("scored", seconds["unscored"])
+        selected = per_layer(seconds["selected"], seconds["head", 1] * len(contexts), mlp)
+        scoring = per_layer(seconds["scored"], seconds["layers", rows])
     (line, error), (verify_line, verify_error) = (fit_line(contexts, t) for t in (attention, verify_attention))
     profile = LatencyProfile(
         num_layers=models.target.config.num_layers,
         batch=batch,
         rows=rows,
         attention=line,
-        mlp=per_layer(("mlp", 1), seconds["head", 1])[0],
+        mlp=mlp,
         head=seconds["head", 1][0],
         verify_attention=verify_line,
-        verify_mlp=per_layer(("mlp", rows), seconds["head", rows])[0],
+        verify_mlp=verify_mlp,
         verify_head=seconds["head", rows][0],
         overhead=0.0,
         selected=None if selected is None else fit_line(contexts, selected)[0],
         scoring=None if scoring is None else fit_line(contexts, scoring)[0],
     )
     step = profile.costs()
-    rest = statistics.median(t - step.round(0, 0, 0, n) for n, t in zip(contexts, seconds["plain"], strict=True))
+    rest = statistics.median(t - step.plain_step(n) for n, t in zip(contexts, seconds["plain"], strict=True))
     return Measurement(
         profile=dataclasses.replace(profile, overhead=max(rest, 0.0)),
         contexts=contexts,

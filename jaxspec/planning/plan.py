@@ -90,7 +90,7 @@ class Planned:
     plan: Plan
     alpha: float
     tokens_per_second: float  # TPT: predicted tokens per second and sequence
-    plain_tokens_per_second: float  # without drafts
+    plain_tokens_per_second: float  # of plain decoding
     weights: tuple[int, int]  # of an attention and an MLP sublayer
     frontier: tuple[Candidate, ...]  # by skipped weight; the first one skips nothing
 
@@ -103,6 +103,7 @@ class Search(NamedTuple):
     alpha: Array  # float32 [C]
     value: Array  # float32 [C, max_draft + 1]: what is maximised; -inf for dropped cells
     rate: Array  # float32 [C, max_draft + 1]: tokens per second and sequence
+    plain_rate: Array  # float32 []: that of plain decoding, which scores no rows
     cell: Array  # int32 []: the best one
     num_draft: Array  # int32 []
 
@@ -121,7 +122,8 @@ def plan(
 ) -> Planned:
     """The draft that promises the most tokens per second after the tokens committed so far.
 
-    "Skip nothing" and "do not speculate" are among the candidates, so the prediction never falls below plain decoding.
+    "Skip nothing" and "do not speculate" are among the candidates, so the prediction falls below plain decoding by no
+    more than scoring rows takes.
 
     Args:
         models: the target.
@@ -191,7 +193,7 @@ def search_plan(
     # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
     value = jnp.where(kept & (g < costs.rows), value, -jnp.inf)
     best = jnp.argmax(value)
-    return Search(frontier, weights, alpha, value, rate, best // g.size, best % g.size)
+    return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), best // g.size, best % g.size)
 
 
 def sublayer_weights(costs: RoundCosts, n: Any, clip: int, xp: Any = jnp) -> Any:
@@ -265,7 +267,7 @@ def read_search(search: Search) -> Planned:
         plan=Plan(tuple(frontier.attn[cell]), tuple(frontier.mlp[cell]), num_draft),
         alpha=float(search.alpha[cell]),
         tokens_per_second=float(search.rate[cell, num_draft]),
-        plain_tokens_per_second=float(search.rate[0, 0]),
+        plain_tokens_per_second=float(search.plain_rate),
         weights=tuple(map(int, search.weights)),
         frontier=tuple(candidates),
     )

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxspec.methods import Models, Vegas
+from jaxspec.models import Decoder, ModelConfig, RopeConfig
 from jaxspec.planning import LatencyProfile, Line, expected_tokens, fit_line, load_profile, save_profile
+from jaxspec.planning import measure as measuring
 from jaxspec.planning.measure import rows_of_a_tile
 
 PROFILE = LatencyProfile(
@@ -75,13 +78,14 @@ def test_costs_of_rounds_by_hand():
     attention, verify_attention = 2e-8 * n + 3e-5, 3e-8 * n + 4e-5
     plain, most = 4 * (attention + 5e-5) + 1e-4, 4 * (verify_attention + 8e-5) + 2e-4
     assert costs.draft_step(3, 2, n) == pytest.approx(3 * attention + 2 * 5e-5 + 1e-4)
-    assert costs.round(4, 4, 0, n) == pytest.approx(plain + 1e-5)
+    assert costs.round(4, 4, 0, n) == costs.plain_step(n) == pytest.approx(plain + 1e-5)
     assert costs.verify(10, n) == pytest.approx(most)
     assert costs.verify(5, n) == pytest.approx((plain + most) / 2)
     assert costs.round(3, 2, 5, n) == pytest.approx(5 * costs.draft_step(3, 2, n) + (plain + most) / 2 + 1e-5)
     # over selected rows a draft's attention is flat in n, and verification scores and selects
     assert sparse.draft_step(3, 2, 10 * n) == sparse.draft_step(3, 2, n) == pytest.approx(3 * 2e-5 + 2 * 5e-5 + 1e-4)
     assert sparse.verify(5, n) == pytest.approx((plain + most) / 2 + 4 * (1e-9 * n + 1e-5))
+    assert sparse.plain_step(n) == costs.plain_step(n)
     bare = dataclasses.replace(PROFILE, selected=None, scoring=None)
     with pytest.raises(ValueError, match="lacks sparse attention"):
         bare.costs(sparse=True)
@@ -136,3 +140,40 @@ def test_query_rows_of_a_kernels_tile(group, rows):
     for backend, expected in (("interpret", rows), ("xla", None)):
         target = SimpleNamespace(backend=backend, config=SimpleNamespace(group_size=group))
         assert rows_of_a_tile(SimpleNamespace(target=target)) == expected
+
+
+def test_whole_steps_add_up(monkeypatch):
+    """Attention costs 3 + n / 100 beside MLPs and 2 more alone, an MLP 5 and 2 more alone; milliseconds, all layers."""
+
+    class Loops:
+        def __init__(self, models, batch, contexts, rows, steps, repeats, num_layers=None):
+            self.num_layers = num_layers or 2
+
+        def lower(self, job):
+            return SimpleNamespace(compile=lambda: None)
+
+        def time(self, job, contexts):
+            return [1e-3 * self.milliseconds(job, n) for n in contexts]
+
+        def milliseconds(self, job, n):
+            k, rows = self.num_layers, job.keywords.get("count", 1)
+            layers = job.keywords.get("layers") or SimpleNamespace(attn=(True,), mlp=(True,))
+            attn, mlp = any(layers.attn), any(layers.mlp)
+            attention = 1 if job.func is measuring.selected_forwards else 3 + n / 100
+            scoring = 4 if job.func is measuring.scored_forwards else 0
+            return rows + k * (attn * attention + mlp * 5 + 2 * (attn != mlp) + scoring)
+
+        def drop(self):
+            pass
+
+    monkeypatch.setattr(measuring, "_Loops", Loops)
+    config = ModelConfig("llama", 64, 32, 64, 6, 2, 2, 16, 4096, RopeConfig())
+    models = Models(Decoder(config, "xla"), {"embedding": np.zeros(1, np.float32)})
+    found = measuring.measure(models, 1, [100, 300], max_draft=3, selection=Vegas())
+    costs, sparse = found.profile.costs(), found.profile.costs(sparse=True)
+    for n in (100, 300):
+        assert costs.mlp == pytest.approx(5e-3)
+        assert costs.draft_step(6, 6, n) == pytest.approx(1e-3 * (1 + 6 * (8 + n / 100)))
+        assert sparse.draft_step(6, 6, n) == pytest.approx(1e-3 * (1 + 6 * 6), abs=1e-5)
+        assert costs.verify(3, n) == pytest.approx(1e-3 * (4 + 6 * (8 + n / 100)))
+        assert sparse.verify(3, n) == pytest.approx(costs.verify(3, n) + 6 * 4e-3)

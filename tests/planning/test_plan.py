@@ -138,7 +138,10 @@ def test_not_to_speculate_stays_when_nothing_is_alike():
         rows=jnp.zeros((1, 2, 1), jnp.int32), valid=LENGTHS, window=1))  # fmt: skip
     assert found.frontier == ()
     assert found.plan.num_draft == 0
-    assert found.tokens_per_second == found.plain_tokens_per_second
+    costs, n = CHEAP_DRAFTS.costs(sparse=True), float(np.mean(LENGTHS))
+    # rows are scored all the same
+    assert 1 / found.tokens_per_second == pytest.approx(costs.round(4, 4, 0, n), rel=1e-5)
+    assert 1 / found.plain_tokens_per_second == pytest.approx(costs.plain_step(n), rel=1e-5)
 
 
 @pytest.mark.parametrize(
