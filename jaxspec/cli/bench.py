@@ -8,18 +8,15 @@ from typing import Any
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
-    add_speedups,
     check_tables,
     check_values,
     environment,
     load_drafts,
     open_runs,
-    print_table,
-    result_of,
     tell,
-    write_record,
 )
 from jaxspec.cli.report import check_outputs
+from jaxspec.cli.results import add_speedups, print_table, result_of, write_record
 
 
 def add_command(commands: Any) -> None:
@@ -90,7 +87,7 @@ def _bench(args: argparse.Namespace) -> int:
         print_table(results, args)
         write_record(args.json, record)
     if args.plot is not None:
-        from jaxspec.cli.measuring import write_speed_plot
+        from jaxspec.cli.speed_plot import write_speed_plot
 
         write_speed_plot(args.plot, record)
     return 0

@@ -8,18 +8,15 @@ from typing import Any
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     add_measuring_flags,
-    add_speedups,
     check_tables,
     check_values,
     environment,
     load_drafts,
     open_runs,
-    print_table,
-    result_of,
     tell,
-    write_record,
 )
 from jaxspec.cli.report import check_outputs
+from jaxspec.cli.results import add_speedups, print_table, result_of, write_record
 
 BUDGETS = (256, 512, 1024)
 

@@ -7,7 +7,7 @@ import pytest
 import jaxspec
 from jaxspec.benchmarking import runs as benchmark_runs
 from jaxspec.benchmarking import search
-from jaxspec.cli import main, measuring
+from jaxspec.cli import main, speed_plot
 from jaxspec.method_specs import build_method, describe, parse_spec
 
 pytest.importorskip("rich")
@@ -67,7 +67,7 @@ def test_bench(capsys, tmp_path, checkpoint, text):
 def test_the_plot_of_a_record(monkeypatch):
     pytest.importorskip("matplotlib")
     figures = []
-    monkeypatch.setattr(measuring, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(speed_plot, "save_figure", lambda figure, path: figures.append(figure))
     lossy = "dustin:sparse_drafts=last,refresh_every=8,budget=1024"
 
     def result(method, batch, speedup, running, lossless=True):
@@ -77,7 +77,7 @@ def test_the_plot_of_a_record(monkeypatch):
     results = [result("plain", 1, 1, 1), result("vegas", 1, 1.5, 1.5)]
     results += [result("plain", 16, 1, 1), result("vegas", 16, 1.75, 2.25), result("knapspec", 16, 1.25, None)]
     results += [result(lossy, 16, 0.125, 0.0625, lossless=False)]
-    measuring.write_speed_plot(None, {"model": None, "shape": "tiny", "device": "NVIDIA H200", "results": results})
+    speed_plot.write_speed_plot(None, {"model": None, "shape": "tiny", "device": "NVIDIA H200", "results": results})
     (figure,) = figures
     first, second = figure.axes
     bars = [(bar.get_y(), bar.get_width(), bar.get_fill() and bar.get_facecolor()[3] == 1) for bar in second.patches]
