@@ -7,10 +7,12 @@ from typing import Any
 
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
+    WORDS,
     add_measuring_flags,
     check_tables,
     check_values,
     environment,
+    files_read,
     load_drafts,
     open_runs,
     tell,
@@ -30,7 +32,7 @@ def add_command(commands: Any) -> None:
         ),
         epilog="example: jaxspec bench --model checkpoints/smollm2 --methods plain vegas vegas:rho=0.1 --context 4096",
     )
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, words=WORDS)
     add = bench.add_argument
     source = bench.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="anything that jaxspec generate --model takes")
@@ -50,7 +52,6 @@ def add_command(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     check_tables()
-    check_outputs({"--json": args.json, "--plot": args.plot}, (*args.text, args.config))
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     if args.model is not None and (args.acceptance is not None or args.layers is not None):
@@ -59,6 +60,8 @@ def _bench(args: argparse.Namespace) -> int:
     from jaxspec.method_specs import parse_spec
 
     specs = [parse_spec(text) for text in args.methods]
+    profiles = [spec["options"].get("profile") for spec in specs]
+    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *profiles))
     if args.shape is not None and args.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(OFFERED)}, got {args.shape!r}")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:

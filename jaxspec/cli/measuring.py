@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from jaxspec.cli.device import default_dtype
 
 DTYPES = ("float32", "bfloat16", "float16")
+# what the library calls otherwise
+WORDS = {"prompt_length": "--context", "max_new_tokens": "--new-tokens"}
 
 
 class Sources(NamedTuple):
@@ -34,6 +36,11 @@ def add_measuring_flags(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=128, help="tokens generated per row; default: 128")
     add("--dtype", choices=DTYPES, help="default: as stored; float32 on a CPU")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+
+
+def files_read(args: argparse.Namespace) -> tuple[str | Path | None, ...]:
+    """What the flags of both commands name that no output may replace."""
+    return (args.model, args.draft, args.config, *args.text)
 
 
 def check_tables() -> None:

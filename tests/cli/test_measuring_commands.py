@@ -161,7 +161,7 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     monkeypatch.setattr(search, "RHOS", (0.3, 0.6))
     monkeypatch.setattr(search, "DRAFTS", (1, 2))
     out = tmp_path / "tuned.json"
-    shared = ["--model", checkpoint.converted, "--text", text, "--context", 100, "--new-tokens", 10, "--repeats", 1]
+    shared = ["--model", checkpoint.converted, "--text", text, "--context", 100, "--new-tokens", 10, "--repeats", 2]
     code, shown, _ = run(capsys, "tune", *shared, "--only", "vegas", "--out", out)
     assert code == 0
     record = json.loads(out.read_text())
@@ -181,9 +181,18 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2\n" in said
     assert json.loads(tuned)["method"] == "vegas"
     assert json.loads(tuned)["options"]["rho"] == 0.3
-    code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--rho", 0.5)
+    for more in (["--rho", 0.5], ["--refresh-every", 0]):
+        code, _, error = run(capsys, "generate", *prompt, "--tuned", out, *more)
+        assert code == 2
+        assert "--tuned brings a method with all its options" in error
+    record["config"] = str(out.with_name("dustin.json"))
+    out.write_text(json.dumps(record))
+    code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--trace", record["config"])
     assert code == 2
-    assert "--tuned brings a method with all its options" in error
+    assert f"--trace {record['config']} would replace a file that this command reads" in error
+    out.write_text(json.dumps({**record, "config": 3}))
+    code, _, error = run(capsys, "generate", *prompt, "--tuned", out)
+    assert (code, error) == (2, f"jaxspec: {out}: config must be a path or null, got 3\n")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +224,22 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
         (["bench", "--shape", "qwen2.5-72b", "--methods", "plain", "--batch", "99999"], "GiB of cache"),
         (["bench", "--model", "x", "--acceptance", "0.5"], "belong to --shape"),
+        (
+            ["bench", "--model", "pyproject.toml", "--json", "pyproject.toml"],
+            "would replace a file that this command reads",
+        ),
+        (
+            ["bench", "--model", "x", "--json", "a.json", "--methods", "knapspec:profile=a.json"],
+            "--json a.json would replace a file that this command reads",
+        ),
+        (
+            ["bench", "--shape", "tiny", "--methods", "plain", "--context", "1048576"],
+            "jaxspec: --context + --new-tokens must fit the model's 1048576 positions",
+        ),
         (["bench", "--model", "x", "--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["tune", "--model", "x", "--only", "dustin", "--out", "tuned.json"], "needs --allow-lossy"),
         (["tune", "--model", "x", "--only", "draft-model", "--out", "tuned.json"], "needs --draft MODEL"),
+        (["tune", "--model", "x", "--out", "tuned.json", "--repeats", "1"], "--repeats must be at least 2, got 1"),
         (["tune", "--model", "x", "--out", "no/such/folder/tuned.json"], "not a file in an existing directory"),
         (["generate", "--model", "x", "--prompt", "x", "--tuned", "pyproject.toml"], "pyproject.toml"),
     ],

@@ -157,7 +157,7 @@ def test_a_draft_model_and_json(capsys):
             ["--method", "vegas", "--sinks", "4"],
             "--sinks does not apply to --method vegas; it belongs to dustin, self-dustin, streaming",
         ),
-        (["--method", "vegas", "--rho", "2"], "Vegas rho must lie above 0 and be at most 1, got 2.0"),
+        (["--method", "vegas", "--rho", "2"], "jaxspec: --rho must lie above 0 and be at most 1, got 2.0"),
         (["--method", "quest", "--page-size", "12"], "power of two in 1..128, got 12"),
         (
             ["--method", "vegas", "--skipped-layers", "0"],
@@ -165,9 +165,12 @@ def test_a_draft_model_and_json(capsys):
         ),
         (
             [*RECENT, "--skipped-layers", "0", "3"],
-            "skipped_layers must be some, not all, of the model's layers 0..0, got (0, 3)",
+            "jaxspec: --skipped-layers must be some, not all, of the model's layers 0..0, got (0, 3)",
         ),
-        ([*RECENT, "--skipped-layers", "-1"], "skipped_layers must be a tuple of integers in 0..1048576, got (-1,)"),
+        (
+            [*RECENT, "--skipped-layers", "-1"],
+            "jaxspec: --skipped-layers must be a tuple of integers in 0..1048576, got (-1,)",
+        ),
         (["--method", "draft-model"], "--method draft-model needs --draft MODEL"),
         (["--method", "vegas", "--draft", "draft"], "--method vegas takes no --draft MODEL"),
         (["--method", "draft-model", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
