@@ -9,6 +9,7 @@ from jaxspec.benchmarking import runs as benchmark_runs
 from jaxspec.benchmarking import search
 from jaxspec.cli import main, speed_plot
 from jaxspec.method_specs import build_method, describe, parse_spec
+from tests.documented import documented
 
 pytest.importorskip("rich")
 
@@ -37,6 +38,11 @@ def test_bench(capsys, tmp_path, checkpoint, text):
     assert code == 0
     record = json.loads(out.read_text())
     plain, vegas = record["results"]
+    assert set(record) == documented("bench")
+    synthetic = {"assumed_acceptance", "whole_step_bytes", "extrapolated_from_layers"}
+    of_plain = {"step_bytes", "share_of_bandwidth", "ceiling_bytes_per_second"}
+    assert set(plain) == documented("bench", 1) - synthetic
+    assert set(vegas) == set(plain) - of_plain
     assert (record["schema_version"], record["kind"], record["synthetic"]) == (1, "bench", False)
     assert plain["method"] == "plain"
     assert plain["speedup"] == 1
@@ -126,7 +132,9 @@ def test_bench_of_a_shape_says_that_it_is_synthetic(capsys, monkeypatch, tmp_pat
     assert code == 0
     assert "SYNTHETIC" in shown
     assert "extrapolated from 1 and 2 layers" in shown
-    streaming = json.loads(out.read_text())["results"][1]
+    plain, streaming = json.loads(out.read_text())["results"]
+    measured = {"metrics", "tokens_per_round_by_row", "phases_milliseconds"}
+    assert set(plain) == documented("bench", 1) - measured
     assert streaming["synthetic"]
     assert streaming["tokens_per_round"] == 1.75
     assert streaming["tokens_per_second"] == pytest.approx(1.75e3 / streaming["milliseconds_per_round"])
@@ -165,6 +173,8 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     code, shown, _ = run(capsys, "tune", *shared, "--only", "vegas", "--out", out)
     assert code == 0
     record = json.loads(out.read_text())
+    assert set(record) == documented("bench") | documented("tune")
+    assert set(record["tried"][0]) == {"spec", "tokens_per_second", "tokens_per_round"}
     rates = {result["method"]: result["tokens_per_second"] for result in record["results"]}
     chosen = describe(record["chosen"])
     assert rates[chosen] >= rates["plain"]

@@ -17,6 +17,7 @@ from jaxspec.cli import verify as cli_verify
 from jaxspec.cli.plans import draw_plans
 from jaxspec.metrics import measure
 from jaxspec.types import Stats
+from tests.documented import documented
 
 
 def loaded(model, params, size):
@@ -79,6 +80,7 @@ def test_a_run_with_its_trace_and_plot(capsys, tmp_path, prompt_file):
         "collect": "two",
     }
     (row,) = record["rows"]
+    assert set(row) == {"rounds", "emitted", "drafted", "accepted"}
     assert len(row["drafted"]) == len(row["accepted"]) == row["rounds"]
     assert row["emitted"] == 29
     assert f"{29 / row['rounds']:.2f} tokens per round" in line
@@ -144,6 +146,8 @@ def test_a_draft_model_and_json(capsys):
     )
     record = json.loads(out)
     assert code == 0
+    assert set(record) == documented("generate") - {"report", "plans", "rows"}
+    assert set(record["metrics"]) == documented("generate", 1)
     assert record["method"] == "draft-model"
     assert record["metrics"]["emitted"] == 11
     assert len(record["metrics"]["acceptance_by_position"]) == 2
@@ -201,6 +205,7 @@ def test_verify(capsys, monkeypatch, prompt_file):
     code, out, _ = run(capsys, "verify", "--model", "target", *flags, *vegas, "--json")
     record = json.loads(out)
     assert code == 0
+    assert set(record) == documented("verify")
     assert record["passed"]
     assert [check["name"].split(",")[0] for check in record["checks"]] >= [
         "all paths of a tiny model",

@@ -14,6 +14,7 @@ from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
 from jaxspec.method_specs import build_method, parse_spec
 from jaxspec.planning import LatencyProfile, Line, ProfileWarning, controller, load_profile, save_profile
+from tests.documented import documented
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,10 @@ def test_profile_then_generate(capsys, tmp_path):
     assert "compiling" in err
     assert plot.read_bytes().startswith(b"\x89PNG")
     record = json.loads(path.read_text())
+    assert set(record) == documented("profile")
     assert record["schema_version"] == 1
     assert record["selection"] == "vegas:min_keep=8"
     assert record["model"]["num_layers"] == 2
-    assert {"device", "jax", "dtype", "batch", "measured"} <= set(record)
     assert [p.name for p in tmp_path.glob(".*")] == []
     profile = load_profile(path)
     assert (profile.num_layers, profile.batch, profile.rows) == (2, 1, 4)
@@ -60,6 +61,7 @@ def test_profile_then_generate(capsys, tmp_path):
     assert code == 0
     assert text.split() == run(capsys, *shared)[1].split()
     written = json.loads(trace.read_text())
+    assert set(written) == documented("generate") - {"text", "tokens", "report"}
     assert written["options"]["profile"] == load_profile(path).as_dict() | {
         name: list(value) for name, value in load_profile(path).as_dict().items() if isinstance(value, tuple)
     }
