@@ -24,7 +24,8 @@ def _rivals(report, models, texts: dict, args) -> None:
     # at least one draft, so that there is something to compare
     chosen = max((c for c in found.frontier if c.weight), key=lambda c: c.tokens_per_second, default=found.frontier[0])
     chosen = replace(chosen.plan, num_draft=max(chosen.plan.num_draft, 2))
-    seconds = setting.seconds_to_plan(options)
+    cost = setting.planner_cost(KnapSpec(max_draft=args.max_draft))
+    seconds = cost["planner_device_seconds"] + cost["planner_host_seconds"]
     clasp = setting.plan(replace(options, items="blocks", value="tpl"))
     skipped = 2 * len(chosen.attn) - chosen.num_attention - chosen.num_mlp
     searched, tried = _random_search(setting, chosen, seconds)

@@ -44,7 +44,6 @@ class Setting:
         jax.block_until_ready(self.cache)
         self.vegas = Vegas(rho=args.rho, min_keep=args.min_keep, num_draft=args.num_draft)
         self.measurement: Measurement | None = None
-        self.plan_seconds = 0.0
         self._begin = jax.jit(
             lambda models, cache, request, method: begin(models, cache, request, method, self.new_tokens),
             static_argnames="method",
@@ -163,9 +162,7 @@ class Setting:
         lengths = np.full(self.batch, length or self.context, np.int32)
         options = self._fitted(options, method, length or self.context)
         arguments = (state.cache, self.request.prompt, lengths, state.tokens, state.length, self.profile, options)
-        started = time.perf_counter()
         found = plan(self.models, *arguments, selection=selection)
-        self.plan_seconds = time.perf_counter() - started
         self.cache = state.cache
         return found
 
@@ -173,14 +170,6 @@ class Setting:
         """With the branches of a run that begins at a length."""
         num_layers, lengths = self.models.target.config.num_layers, (length, self.context + self.new_tokens)
         return fitted(options, self.profile.costs(method.sparse), num_layers, lengths)
-
-    def seconds_to_plan(self, options: PlannerOptions, repeats: int = 3) -> float:
-        """Median seconds of one planning, compile time left out."""
-        times = []
-        for _ in range(repeats + 1):
-            self.plan(options)
-            times.append(self.plan_seconds)
-        return statistics.median(times[1:])
 
     def agreement(self, masks: list[Plan]) -> list[float]:
         """Top-1 agreement of each mask with the full model on the planner's reference tokens: (hits + 1) / (r + 2)."""

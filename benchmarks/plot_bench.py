@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxspec.cli.measuring import write_speed_plot
+from jaxspec.cli.speed_plot import write_speed_plot
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -31,6 +31,7 @@ from jaxspec.checkpoint import (
     REPORT,
     TOKENIZER,
     check_token_ids,
+    checksums,
     config_record,
     file_sizes,
     is_checkpoint,
@@ -58,6 +59,7 @@ class Report:
         num_parameters: their elements in all.
         tokenizer: the tokenizer's files.
         files: bytes of every file of the checkpoint except `report.json`, by its path.
+        crc32: CRC-32 of every file of the parameters, 8 hex digits, by its path; `load` compares.
         checks: what has been verified, in words.
         check: the comparison with transformers, row by row; empty unless asked for.
         seconds: the conversion's wall time, checks excluded.
@@ -73,6 +75,7 @@ class Report:
     num_parameters: int
     tokenizer: list[str]
     files: dict[str, int]
+    crc32: dict[str, str]
     checks: list[str]
     seconds: float
     check: list["CheckRow"] = field(default_factory=list)
@@ -150,6 +153,7 @@ def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: b
             num_parameters=sum(_size(leaf.shape) for leaf in leaves),
             tokenizer=tokenizer,
             files=file_sizes(directory),
+            crc32=checksums(directory),
             checks=["every leaf filled once, every tensor used or known to be redundant", "all values finite"],
             seconds=round(time.monotonic() - started, 2),
         )

@@ -1,5 +1,6 @@
 """Methods as plain data: a name with options, as the command line takes them and as files keep them."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jaxspec.methods import Method, find_methods
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import RopeConfig
+from jaxspec.planning.latency import LatencyProfile, ProfileWarning
 
 TUNED = "tuned"
 # stands for a draft model that is not loaded yet, so that all other options can be checked: it lacks no head
@@ -36,6 +38,9 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
         draft_model: of methods that have one.
         config: what `jaxspec calibrate dustin` wrote, of methods that verify over few rows.
 
+    Warns:
+        ProfileWarning: more drafts are asked for than the latency profile was measured for.
+
     Raises:
         ValueError: an unknown method or option, a value out of range, or a draft model missing.
     """
@@ -56,7 +61,14 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
         if draft_model is None:
             raise ValueError(f"{spec['method']} needs a draft model")
         options["model"] = draft_model
-    return chosen(**options)
+    method = chosen(**options)
+    # the default is more than a GPU's profile holds by design
+    if "max_draft" in options and isinstance(profile := getattr(method, "profile", None), LatencyProfile):
+        most = profile.rows - 1
+        if method.max_draft > most:
+            asked = f"max_draft is {method.max_draft}, the latency profile was measured for at most {most} drafts"
+            warnings.warn(f"{asked}: no more are planned", ProfileWarning, stacklevel=2)
+    return method
 
 
 def describe(spec: Mapping[str, Any]) -> str:
@@ -97,8 +109,12 @@ def read_tuned(path: str | Path) -> dict[str, Any]:
         ValueError: it cannot be read or is not such a file, or one of another schema version.
     """
     record = read_record(Path(path), TUNED)
-    if not isinstance(record.get("chosen"), dict) or "method" not in record["chosen"]:
-        raise ValueError(f"{path}: chosen must be a method with options, got {record.get('chosen')!r}")
+    chosen = record.get("chosen")
+    if not isinstance(chosen, dict) or not isinstance(chosen.get("method"), str):
+        raise ValueError(f"{path}: chosen must be a method with options, got {chosen!r}")
+    for name in ("draft", "config"):
+        if not isinstance(record.get(name), str | None):
+            raise ValueError(f"{path}: {name} must be a path or null, got {record[name]!r}")
     return record
 
 

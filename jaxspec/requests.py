@@ -80,8 +80,8 @@ def check_request(
         lengths = prompt_length
         _check_rows(lengths, (lengths < 1) | (lengths > width), f"prompt_length must lie in 1..{width}")
         room = limit - max_new_tokens
-        message = f"prompt_length + max_new_tokens must fit the model's {limit} positions: prompt_length <= {room}"
-        _check_rows(lengths, lengths > room, message)
+        message = f"prompt_length + max_new_tokens must fit the model's {limit} positions"
+        _check_rows(lengths, lengths > room, f"{message}, {room} of them for the prompt")
         width = int(lengths.max())
         prompt = prompt[:, :width]
     inside = xp.arange(width) < prompt_length[:, None]

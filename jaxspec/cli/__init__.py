@@ -2,14 +2,19 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 from convert.program import INTERRUPTED
 from jaxspec import __version__
 from jaxspec.cli import bench, calibrate, generate, profile, tune, verify
+from jaxspec.methods import find_methods
+from jaxspec.planning import ProfileWarning
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune.add_command(commands)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, args, warnings.showwarning)
+            return args.run(args)
     except KeyboardInterrupt:
         print("jaxspec: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -50,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
-        print(f"jaxspec: {_one_line(error)}", file=sys.stderr)
+        print(f"jaxspec: {in_flags(_one_line(error), args)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -58,6 +65,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = "use a shorter context, fewer rows or fewer new tokens"
         print(f"jaxspec: out of memory; {advice} ({_one_line(error)})", file=sys.stderr)
         return 2
+
+
+def in_flags(message: str, args: argparse.Namespace) -> str:
+    """A message of the library in the command's words: what it says of arguments, it says of flags.
+
+    Args:
+        message: such as 'sampling top_k must be ...' or 'Vegas rho must be ...'. Others stay as they are: what they
+            name may be an option in a text or in a file.
+        args: the command's; its `words`, where it has some, are what it calls other arguments.
+    """
+    found = re.match(r"(?:(\w+) )?(\w+(?: (?:\+|and) \w+)*)(?= (?:must|is) )", message)
+    if found is None:
+        return message
+    owner, subject = found.groups()
+    # options that --tuned or --selection brought are nobody's flags
+    method = find_methods().get(getattr(args, "method", None))
+    given = method is not None and args.tuned is None and owner == method.__name__
+    flags = {name: "--" + name.replace("_", "-") for name in vars(args)} | getattr(args, "words", {})
+    named = re.findall(r"\w+", subject.replace(" and ", " "))
+    if not (owner in (None, "sampling") or given) or not all(name in flags for name in named):
+        return message
+    return re.sub(r"\w+", lambda name: flags.get(name[0], name[0]), subject) + message[found.end() :]
+
+
+def _show_warning(
+    args: argparse.Namespace, show: Callable[..., None], message: Any, category: type[Warning], *where: Any
+) -> None:
+    """Warnings of the library are one line, like all that the command says; others stay as they are."""
+    if issubclass(category, ProfileWarning):
+        print(f"jaxspec: warning: {in_flags(str(message), args)}", file=sys.stderr)
+    else:
+        show(message, category, *where)
 
 
 def _one_line(error: Exception) -> str:

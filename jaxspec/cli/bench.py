@@ -7,19 +7,18 @@ from typing import Any
 
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
+    WORDS,
     add_measuring_flags,
-    add_speedups,
     check_tables,
     check_values,
     environment,
+    files_read,
     load_drafts,
     open_runs,
-    print_table,
-    result_of,
     tell,
-    write_record,
 )
 from jaxspec.cli.report import check_outputs
+from jaxspec.cli.results import add_speedups, print_table, result_of, write_record
 
 
 def add_command(commands: Any) -> None:
@@ -33,7 +32,7 @@ def add_command(commands: Any) -> None:
         ),
         epilog="example: jaxspec bench --model checkpoints/smollm2 --methods plain vegas vegas:rho=0.1 --context 4096",
     )
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, words=WORDS)
     add = bench.add_argument
     source = bench.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="anything that jaxspec generate --model takes")
@@ -53,7 +52,6 @@ def add_command(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     check_tables()
-    check_outputs({"--json": args.json, "--plot": args.plot}, (*args.text, args.config))
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     if args.model is not None and (args.acceptance is not None or args.layers is not None):
@@ -62,6 +60,8 @@ def _bench(args: argparse.Namespace) -> int:
     from jaxspec.method_specs import parse_spec
 
     specs = [parse_spec(text) for text in args.methods]
+    profiles = [spec["options"].get("profile") for spec in specs]
+    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *profiles))
     if args.shape is not None and args.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(OFFERED)}, got {args.shape!r}")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:
@@ -90,7 +90,7 @@ def _bench(args: argparse.Namespace) -> int:
         print_table(results, args)
         write_record(args.json, record)
     if args.plot is not None:
-        from jaxspec.cli.measuring import write_speed_plot
+        from jaxspec.cli.speed_plot import write_speed_plot
 
         write_speed_plot(args.plot, record)
     return 0

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
         epilog="example: jaxspec calibrate dustin --target checkpoints/qwen-7b --draft checkpoints/qwen-0.5b "
         "--text novel.txt manual.txt --out dustin.json",
     )
-    dustin.set_defaults(run=_dustin)
+    dustin.set_defaults(run=_dustin, words={"budgets": "--budget"})
     dustin.add_argument("--target", required=True, metavar="MODEL", help="the model that verifies")
     dustin.add_argument("--draft", required=True, metavar="MODEL", help="the model that drafts")
     dustin.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts like those to come")
@@ -75,7 +75,7 @@ def _heads(args: argparse.Namespace) -> int:
     from jaxspec.calibration.plots import plot_heads
     from jaxspec.cli.report import check_outputs
 
-    check_outputs({"--out": args.out, "--plot": args.plot}, args.text)
+    check_outputs({"--out": args.out, "--plot": args.plot}, (args.model, *args.text))
     record = _scan(args, args.model, _load(args, args.model), args.out)
     if args.plot is not None:
         plot_heads(args.plot, record)
@@ -95,7 +95,7 @@ def _dustin(args: argparse.Namespace) -> int:
     from jaxspec.methods import Models
 
     given = [args.target_heads, args.draft_heads]
-    check_outputs({"--out": args.out, "--plot": args.plot}, (*args.text, *given))
+    check_outputs({"--out": args.out, "--plot": args.plot}, (args.target, args.draft, *args.text, *given))
     records = [None if path is None else read_record(path, HEADS) for path in given]
     models_by_name = {name: _load(args, name) for name in dict.fromkeys((args.target, args.draft))}
     loaded = [models_by_name[name] for name in (args.target, args.draft)]

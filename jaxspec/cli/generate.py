@@ -25,7 +25,7 @@ def add_command(commands: Any) -> None:
         description="Streams generated text, then prints one line of figures (to standard error).",
         epilog='example: jaxspec generate --model checkpoints/smollm2 --chat --prompt "What is a KV cache?"',
     )
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, words={"prompt_length": "the prompt's tokens"})
     add = generate.add_argument
     add("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF file")
     source = generate.add_mutually_exclusive_group()
@@ -62,8 +62,9 @@ def _generate(args: argparse.Namespace) -> int:
     sampling.check(1)
     if "" in args.stop:
         raise ValueError("--stop must be text, got an empty string")
-    check_outputs({"--trace": args.trace, "--plot": args.plot}, (args.prompt_file, args.config, args.tuned))
     method = method_from_flags(args)
+    read = (args.model, args.draft, args.prompt_file, args.config, args.tuned, args.profile)
+    check_outputs({"--trace": args.trace, "--plot": args.plot}, read)
     prompt = _read_prompt(args)
     keep_programs()
     dtype = default_dtype(args.dtype)

@@ -38,23 +38,27 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def method_from_flags(args: argparse.Namespace) -> Method:
-    """The chosen method, before any model is loaded; fills in `args.method` and `args.draft`.
+def method_from_flags(args: argparse.Namespace, *, lossy: bool = True) -> Method:
+    """The chosen method, before any model is loaded; fills in `args.method`, `args.draft` and `args.config`.
 
     A method that has a draft model holds `ANY_DRAFT_MODEL` until `load_draft`.
 
+    Args:
+        args: the command's.
+        lossy: whether methods are allowed whose output is not the target's own.
+
     Raises:
-        ValueError: a flag that the method does not have, a value out of range, or a draft model that is missing or not
-            wanted.
+        ValueError: a flag that the method does not have, a value out of range, a draft model that is missing or not
+            wanted, or a method that is not allowed.
     """
     methods = find_methods()
     if args.tuned is not None:
         record = read_tuned(args.tuned)
         tuned = record["chosen"]["method"]
-        others = [flag for flag, users in _options(methods).items() if getattr(args, next(iter(users.values())).name)]
-        if args.method not in (None, tuned) or args.config is not None or others:
+        options = [getattr(args, next(iter(users.values())).name) for users in _options(methods).values()]
+        if args.method not in (None, tuned) or any(value is not None for value in (args.config, *options)):
             raise ValueError("--tuned brings a method with all its options: leave out --method, --config and options")
-        args.method, args.draft = tuned, args.draft or record.get("draft")
+        args.method, args.draft, args.config = tuned, args.draft or record.get("draft"), record.get("config")
     else:
         args.method, options = args.method or "plain", {}
         for flag, users in _options(methods).items():
@@ -68,7 +72,10 @@ def method_from_flags(args: argparse.Namespace) -> Method:
         if args.config is not None and args.method not in _configured(methods):
             raise ValueError(f"--config does not apply to --method {args.method}")
         record = {"chosen": {"method": args.method, "options": options}, "config": args.config}
-    needs_draft = args.method in methods and methods[args.method].needs_draft_params
+    chosen = methods.get(args.method)
+    if chosen is not None and not (lossy or chosen.lossless):
+        raise ValueError(f"--method {args.method} is lossy by design: its output is not the target's")
+    needs_draft = chosen is not None and chosen.needs_draft_params
     if needs_draft != (args.draft is not None):
         raise ValueError(f"--method {args.method} {'needs' if needs_draft else 'takes no'} --draft MODEL")
     method = method_of(record, ANY_DRAFT_MODEL)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from jaxspec.planning.measure import Measurement
 
 CONTEXTS = (1024, 4096, 16384, 32768)
-# a larger error than this is no property of the device
-POOR_FIT = 0.25
 
 
 def add_command(commands: Any) -> None:
@@ -53,10 +51,10 @@ def _profile(args: argparse.Namespace) -> int:
     import jaxspec
     from jaxspec.methods import Models
     from jaxspec.methods.knapspec import read_selection
-    from jaxspec.planning.latency import profile_record, save_profile
+    from jaxspec.planning.latency import poor_fit, profile_record, save_profile
     from jaxspec.planning.measure import describe, measure
 
-    check_outputs({"--out": args.out, "--plot": args.plot})
+    check_outputs({"--out": args.out, "--plot": args.plot}, (args.model,))
     for flag, value, low, high in (
         ("--batch", args.batch, 1, 1024),
         ("--max-draft", args.max_draft, 1, 32),
@@ -91,12 +89,8 @@ def _profile(args: argparse.Namespace) -> int:
         print(json.dumps(profile_record(measured.profile, details)))
     else:
         print(table(measured))
-    if max(measured.fit_error, measured.plain_error) > POOR_FIT:
-        print(
-            f"jaxspec: warning: the model misses what was measured by up to {measured.fit_error:.0%} (attention) and "
-            f"{measured.plain_error:.0%} (plain steps); measure again on an idle device or with more --repeats",
-            file=sys.stderr,
-        )
+    if poor := poor_fit(measured.fit_error, measured.plain_error):
+        print(f"jaxspec: warning: {poor}", file=sys.stderr)
     if args.out is not None:
         save_profile(args.out, measured.profile, details)
     if args.plot is not None:

@@ -7,19 +7,18 @@ from typing import Any
 
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
+    WORDS,
     add_measuring_flags,
-    add_speedups,
     check_tables,
     check_values,
     environment,
+    files_read,
     load_drafts,
     open_runs,
-    print_table,
-    result_of,
     tell,
-    write_record,
 )
 from jaxspec.cli.report import check_outputs
+from jaxspec.cli.results import add_speedups, print_table, result_of, write_record
 
 BUDGETS = (256, 512, 1024)
 
@@ -35,7 +34,7 @@ def add_command(commands: Any) -> None:
         ),
         epilog="example: jaxspec tune --model checkpoints/smollm2 --context 4096 --out tuned.json",
     )
-    tune.set_defaults(run=_tune)
+    tune.set_defaults(run=_tune, words=WORDS)
     add = tune.add_argument
     add("--model", required=True, help="anything that jaxspec generate --model takes")
     add("--context", type=int, default=2048, help="tokens of each prompt; default: 2048")
@@ -43,15 +42,16 @@ def add_command(commands: Any) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="what jaxspec generate --tuned takes")
     add("--only", nargs="+", choices=("vegas", "knapspec", "draft-model", "dustin"), help="default: all that apply")
     add("--allow-lossy", action="store_true", help="also try dustin, whose output is not the model's own")
-    add("--repeats", type=int, default=3, help="measured runs of the finalists; default: 3")
+    add("--repeats", type=int, default=3, help="measured runs of the finalists, 2 or more; default: 3")
     add_measuring_flags(tune)
 
 
 def _tune(args: argparse.Namespace) -> int:
     check_tables()
-    check_outputs({"--json": args.json, "--out": args.out}, (*args.text, args.config))
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    check_outputs({"--json": args.json, "--out": args.out}, files_read(args))
+    # the winner's lead is held against the spread of its runs, and one run has none
+    if args.repeats < 2:
+        raise ValueError(f"--repeats must be at least 2, got {args.repeats}")
     wanted = set(args.only or ("vegas", "knapspec", "draft-model", "dustin"))
     if args.only and "dustin" in wanted and not args.allow_lossy:
         raise ValueError("--only dustin needs --allow-lossy: its output is not the model's own")

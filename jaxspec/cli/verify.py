@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
-from jaxspec.method_specs import read_tuned
 from jaxspec.text import read_text
 
 PROMPT_TOKENS = (700, 450, 200)
@@ -23,7 +22,7 @@ def add_command(commands: Any) -> None:
         "tokens of your checkpoint by chi-square, and its greedy output against plain decoding.",
         epilog="example: jaxspec verify --model checkpoints/smollm2 --method vegas --min-keep 64",
     )
-    parser.set_defaults(run=_verify)
+    parser.set_defaults(run=_verify, words={"prompt_length": "the prompt's tokens"})
     add = parser.add_argument
     add("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF file")
     add("--prompt-file", type=Path, help="a UTF-8 text to start from; without it, source code of this package")
@@ -41,13 +40,9 @@ def _verify(args: argparse.Namespace) -> int:
 
     import jaxspec
     from jaxspec.lossless import Check, check_enumeration, check_greedy, check_sampling
-    from jaxspec.methods import Models, find_methods
+    from jaxspec.methods import Models
 
-    name = args.method if args.tuned is None else read_tuned(args.tuned)["chosen"]["method"]
-    chosen = find_methods().get(name)
-    if chosen is not None and not chosen.lossless:
-        raise ValueError(f"--method {name} is lossy by design: its output is not the target's")
-    method = method_from_flags(args)
+    method = method_from_flags(args, lossy=False)
     if args.method == "plain":
         raise ValueError("choose a --method to verify: plain decoding is what the others are compared with")
     if args.draws < 100:

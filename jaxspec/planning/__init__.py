@@ -1,6 +1,14 @@
 """Planning of layer-skipped drafts: latency model, knapsack, choice of a plan."""
 
-from jaxspec.planning.latency import LatencyProfile, Line, expected_tokens, fit_line, load_profile, save_profile
+from jaxspec.planning.latency import (
+    LatencyProfile,
+    Line,
+    ProfileWarning,
+    expected_tokens,
+    fit_line,
+    load_profile,
+    save_profile,
+)
 from jaxspec.planning.plan import Candidate, Plan, Planned, PlannerOptions, plan
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "Plan",
     "Planned",
     "PlannerOptions",
+    "ProfileWarning",
     "expected_tokens",
     "fit_line",
     "load_profile",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ from convert.atomic import replace_file
 from convert.json_file import read_object
 
 SCHEMA_VERSION = 1
+# a larger error than this is no property of the device
+POOR_FIT = 0.25
+
+
+class ProfileWarning(UserWarning):
+    """A latency profile is used that describes the device poorly, or for more than it holds."""
 
 
 class Line(NamedTuple):
@@ -100,13 +107,13 @@ class LatencyProfile:
             elif field.name in ("attention", "verify_attention", "selected", "scoring"):
                 if value is None and field.name in ("selected", "scoring"):
                     continue
-                if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_seconds, value)):
+                if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_figure, value)):
                     raise ValueError(
                         f"latency profile: {field.name} must be (seconds per row, seconds), both finite and >= 0, "
                         f"got {value!r}"
                     )
                 object.__setattr__(self, field.name, Line(*map(float, value)))
-            elif not _is_seconds(value):
+            elif not _is_figure(value):
                 raise ValueError(f"latency profile: {field.name} must be finite seconds >= 0, got {value!r}")
         if self.mlp + self.attention.at(1) <= 0 or self.verify_mlp + self.verify_attention.at(1) <= 0:
             raise ValueError("latency profile: a layer must take time, got 0 seconds for attention and MLP")
@@ -174,6 +181,21 @@ def expected_tokens(alpha: Any, num_draft: Any) -> Any:
     return xp.where(num_draft == 0, 1.0, xp.where(near, series, fraction))
 
 
+def poor_fit(attention_error: float, plain_error: float) -> str | None:
+    """What to say where the latency model misses what was measured by more than `POOR_FIT`; else None.
+
+    Args:
+        attention_error: largest relative error of the fitted attention times.
+        plain_error: largest relative error of the predicted plain steps.
+    """
+    if max(attention_error, plain_error) <= POOR_FIT:
+        return None
+    return (
+        f"the model misses what was measured by up to {attention_error:.0%} (attention) and {plain_error:.0%} (plain "
+        "steps); measure again on an idle device or with more --repeats"
+    )
+
+
 def profile_record(profile: LatencyProfile, details: dict[str, Any]) -> dict[str, Any]:
     """A profile as JSON, with device, versions, shapes and raw measurements beside it."""
     return {"schema_version": SCHEMA_VERSION, **details, "profile": profile.as_dict()}
@@ -193,6 +215,9 @@ def save_profile(path: str | os.PathLike[str], profile: LatencyProfile, details:
 def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
     """Reads what `save_profile` or `jaxspec profile --out` wrote.
 
+    Warns:
+        ProfileWarning: the file says that its figures fit poorly to what was measured, see `poor_fit`.
+
     Raises:
         ValueError: the file cannot be read or is not such a profile, and what is wrong with it.
     """
@@ -204,10 +229,16 @@ def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
     if not isinstance(values, dict) or set(values) != names:
         raise ValueError(f"{path}: a profile must have the fields {', '.join(sorted(names))}")
     try:
-        return LatencyProfile(**values)
+        profile = LatencyProfile(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    measured = record.get("measured")
+    errors = [measured.get(name) for name in ("fit_error", "plain_error")] if isinstance(measured, dict) else []
+    # a profile of one's own may come without
+    if errors and all(map(_is_figure, errors)) and (poor := poor_fit(*errors)):
+        warnings.warn(f"{path}: {poor}", ProfileWarning, stacklevel=2)
+    return profile
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_figure(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value)) and value >= 0

@@ -16,6 +16,7 @@ from jaxspec.calibration.records import model_hash
 from jaxspec.checkpoint import Loaded
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
+from tests.documented import documented
 
 WORDS = {f"w{i}": i for i in range(19)}
 
@@ -70,6 +71,7 @@ def test_heads(capsys, tmp_path):
     assert "2 of 2 needles answered" in said
     assert "2/2" in progress
     record = json.loads(out.read_text())
+    assert set(record) == documented("calibrate heads")
     assert (record["schema_version"], record["kind"], record["model"]["name"]) == (1, "retrieval-heads", "draft")
     assert np.shape(record["scores"]) == (1, 4)
     assert plot.stat().st_size > 5000
@@ -85,6 +87,7 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
     assert code == 0
     assert "verification with them is lossy" in said
     record = json.loads(out.read_text())
+    assert set(record) == documented("calibrate dustin")
     assert record["settings"]["num_draft"] == 2
     assert plot.stat().st_size > 5000
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -98,6 +101,7 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
     assert "tokens per round" in line
     assert "agreed" in line
     result = json.loads(run(capsys, *flags, "--json")[1])
+    assert set(result) == documented("generate") - {"plans", "rows"}
     assert result["lossless"] is False
     assert 0 < result["report"]["agreed"] <= result["report"]["checked"] < 8
     assert result["report"]["drift"] >= 0

@@ -123,7 +123,7 @@ def test_every_command_keeps_programs(backend, capsys, tmp_path, monkeypatch, co
         ["bench", "--model", "x", "--methods", "vegas:rho=2"],
         ["bench", "--model", "x", "--draft", "y", "--methods", "draft-model:num_draft=99"],
         ["tune", "--model", "x", "--out", "x.json", "--context", "1"],
-        ["tune", "--model", "x", "--out", "x.json", "--repeats", "0"],
+        ["tune", "--model", "x", "--out", "x.json", "--repeats", "1"],
         ["tune", "--model", "x", "--out", "x.json", "--draft", "y", "--only", "dustin", "--allow-lossy"],
     ],
     ids=" ".join,

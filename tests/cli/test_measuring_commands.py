@@ -7,8 +7,9 @@ import pytest
 import jaxspec
 from jaxspec.benchmarking import runs as benchmark_runs
 from jaxspec.benchmarking import search
-from jaxspec.cli import main, measuring
+from jaxspec.cli import main, speed_plot
 from jaxspec.method_specs import build_method, describe, parse_spec
+from tests.documented import documented
 
 pytest.importorskip("rich")
 
@@ -37,6 +38,11 @@ def test_bench(capsys, tmp_path, checkpoint, text):
     assert code == 0
     record = json.loads(out.read_text())
     plain, vegas = record["results"]
+    assert set(record) == documented("bench")
+    synthetic = {"assumed_acceptance", "whole_step_bytes", "extrapolated_from_layers"}
+    of_plain = {"step_bytes", "share_of_bandwidth", "ceiling_bytes_per_second"}
+    assert set(plain) == documented("bench", 1) - synthetic
+    assert set(vegas) == set(plain) - of_plain
     assert (record["schema_version"], record["kind"], record["synthetic"]) == (1, "bench", False)
     assert plain["method"] == "plain"
     assert plain["speedup"] == 1
@@ -67,7 +73,7 @@ def test_bench(capsys, tmp_path, checkpoint, text):
 def test_the_plot_of_a_record(monkeypatch):
     pytest.importorskip("matplotlib")
     figures = []
-    monkeypatch.setattr(measuring, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(speed_plot, "save_figure", lambda figure, path: figures.append(figure))
     lossy = "dustin:sparse_drafts=last,refresh_every=8,budget=1024"
 
     def result(method, batch, speedup, running, lossless=True):
@@ -77,7 +83,7 @@ def test_the_plot_of_a_record(monkeypatch):
     results = [result("plain", 1, 1, 1), result("vegas", 1, 1.5, 1.5)]
     results += [result("plain", 16, 1, 1), result("vegas", 16, 1.75, 2.25), result("knapspec", 16, 1.25, None)]
     results += [result(lossy, 16, 0.125, 0.0625, lossless=False)]
-    measuring.write_speed_plot(None, {"model": None, "shape": "tiny", "device": "NVIDIA H200", "results": results})
+    speed_plot.write_speed_plot(None, {"model": None, "shape": "tiny", "device": "NVIDIA H200", "results": results})
     (figure,) = figures
     first, second = figure.axes
     bars = [(bar.get_y(), bar.get_width(), bar.get_fill() and bar.get_facecolor()[3] == 1) for bar in second.patches]
@@ -126,7 +132,9 @@ def test_bench_of_a_shape_says_that_it_is_synthetic(capsys, monkeypatch, tmp_pat
     assert code == 0
     assert "SYNTHETIC" in shown
     assert "extrapolated from 1 and 2 layers" in shown
-    streaming = json.loads(out.read_text())["results"][1]
+    plain, streaming = json.loads(out.read_text())["results"]
+    measured = {"metrics", "tokens_per_round_by_row", "phases_milliseconds"}
+    assert set(plain) == documented("bench", 1) - measured
     assert streaming["synthetic"]
     assert streaming["tokens_per_round"] == 1.75
     assert streaming["tokens_per_second"] == pytest.approx(1.75e3 / streaming["milliseconds_per_round"])
@@ -161,10 +169,12 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     monkeypatch.setattr(search, "RHOS", (0.3, 0.6))
     monkeypatch.setattr(search, "DRAFTS", (1, 2))
     out = tmp_path / "tuned.json"
-    shared = ["--model", checkpoint.converted, "--text", text, "--context", 100, "--new-tokens", 10, "--repeats", 1]
+    shared = ["--model", checkpoint.converted, "--text", text, "--context", 100, "--new-tokens", 10, "--repeats", 2]
     code, shown, _ = run(capsys, "tune", *shared, "--only", "vegas", "--out", out)
     assert code == 0
     record = json.loads(out.read_text())
+    assert set(record) == documented("bench") | documented("tune")
+    assert set(record["tried"][0]) == {"spec", "tokens_per_second", "tokens_per_round"}
     rates = {result["method"]: result["tokens_per_second"] for result in record["results"]}
     chosen = describe(record["chosen"])
     assert rates[chosen] >= rates["plain"]
@@ -181,9 +191,18 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2\n" in said
     assert json.loads(tuned)["method"] == "vegas"
     assert json.loads(tuned)["options"]["rho"] == 0.3
-    code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--rho", 0.5)
+    for more in (["--rho", 0.5], ["--refresh-every", 0]):
+        code, _, error = run(capsys, "generate", *prompt, "--tuned", out, *more)
+        assert code == 2
+        assert "--tuned brings a method with all its options" in error
+    record["config"] = str(out.with_name("dustin.json"))
+    out.write_text(json.dumps(record))
+    code, _, error = run(capsys, "generate", *prompt, "--tuned", out, "--trace", record["config"])
     assert code == 2
-    assert "--tuned brings a method with all its options" in error
+    assert f"--trace {record['config']} would replace a file that this command reads" in error
+    out.write_text(json.dumps({**record, "config": 3}))
+    code, _, error = run(capsys, "generate", *prompt, "--tuned", out)
+    assert (code, error) == (2, f"jaxspec: {out}: config must be a path or null, got 3\n")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +234,22 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (["bench", "--shape", "tiny", "--methods", "draft-model", "--acceptance", "0.5"], "draft-model needs --draft"),
         (["bench", "--shape", "qwen2.5-72b", "--methods", "plain", "--batch", "99999"], "GiB of cache"),
         (["bench", "--model", "x", "--acceptance", "0.5"], "belong to --shape"),
+        (
+            ["bench", "--model", "pyproject.toml", "--json", "pyproject.toml"],
+            "would replace a file that this command reads",
+        ),
+        (
+            ["bench", "--model", "x", "--json", "a.json", "--methods", "knapspec:profile=a.json"],
+            "--json a.json would replace a file that this command reads",
+        ),
+        (
+            ["bench", "--shape", "tiny", "--methods", "plain", "--context", "1048576"],
+            "jaxspec: --context + --new-tokens must fit the model's 1048576 positions",
+        ),
         (["bench", "--model", "x", "--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["tune", "--model", "x", "--only", "dustin", "--out", "tuned.json"], "needs --allow-lossy"),
         (["tune", "--model", "x", "--only", "draft-model", "--out", "tuned.json"], "needs --draft MODEL"),
+        (["tune", "--model", "x", "--out", "tuned.json", "--repeats", "1"], "--repeats must be at least 2, got 1"),
         (["tune", "--model", "x", "--out", "no/such/folder/tuned.json"], "not a file in an existing directory"),
         (["generate", "--model", "x", "--prompt", "x", "--tuned", "pyproject.toml"], "pyproject.toml"),
     ],

@@ -191,6 +191,25 @@ def test_missing_weights_do_not_load(tiny, tmp_path):
         load(tmp_path / "out")
 
 
+def test_a_flipped_bit_does_not_load(tiny, tmp_path):
+    directory, _ = tiny("llama")
+    convert(directory, tmp_path / "out", progress=False)
+    file = max((tmp_path / "out" / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = file.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(ConversionError, match=f"changed files: .*{file.name}"):
+        load(tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    del report["crc32"]
+    (tmp_path / "out" / "report.json").write_text(json.dumps(report))
+    load(tmp_path / "out")
+    (tmp_path / "out" / "report.json").write_text(json.dumps({**report, "crc32": 3}))
+    with pytest.raises(ConversionError, match="crc32 must be an object, got int"):
+        load(tmp_path / "out")
+
+
 def test_config_that_no_longer_matches(tiny, tmp_path):
     directory, _ = tiny("llama")
     convert(directory, tmp_path / "out", progress=False)

@@ -43,7 +43,10 @@ REJECTED = {
     "id too large": ({"prompt": np.array([[3, 61, 5], [6, 7, 0]])}, r"prompt ids must lie in 0\.\.60; got \[61\]"),
     "id negative": ({"prompt": np.array([[3, 4, 5], [-1, 7, 0]])}, r"prompt ids must lie in 0\.\.60; got \[-1\]"),
     "id beyond int32": ({"prompt": np.array([[3, 2**32 + 4, 5], [6, 7, 0]])}, r"prompt ids must lie in 0\.\.60"),
-    "too many positions": ({"max_new_tokens": 38}, r"must fit the model's 40 positions: prompt_length <= 2; got \[3\]"),
+    "too many positions": (
+        {"max_new_tokens": 38},
+        r"must fit the model's 40 positions, 2 of them for the prompt; got \[3\]",
+    ),
     "more new tokens than positions": ({"max_new_tokens": 41}, r"max_new_tokens must lie in 1\.\.40, got 41"),
     "no new tokens": ({"max_new_tokens": 0}, r"max_new_tokens must lie in 1\.\.40, got 0"),
     "new tokens float": ({"max_new_tokens": 8.0}, r"max_new_tokens must be an integer in 1\.\.40, got 8\.0"),
@@ -99,7 +102,7 @@ def test_every_position_may_be_used_and_no_more(scaling):
     prompt, lengths = np.ones((2, 32), np.int32), np.array([32, 5])
     output = generate(model, params, prompt, lengths, KEY, max_new_tokens=8)
     np.testing.assert_array_equal(output.lengths, 8)
-    with pytest.raises(ValueError, match=r"40 positions: prompt_length <= 31; got \[32\]"):
+    with pytest.raises(ValueError, match=r"40 positions, 31 of them for the prompt; got \[32\]"):
         generate(model, params, prompt, lengths, KEY, max_new_tokens=9)
 
 

@@ -17,6 +17,7 @@ from jaxspec.cli import verify as cli_verify
 from jaxspec.cli.plans import draw_plans
 from jaxspec.metrics import measure
 from jaxspec.types import Stats
+from tests.documented import documented
 
 
 def loaded(model, params, size):
@@ -79,6 +80,7 @@ def test_a_run_with_its_trace_and_plot(capsys, tmp_path, prompt_file):
         "collect": "two",
     }
     (row,) = record["rows"]
+    assert set(row) == {"rounds", "emitted", "drafted", "accepted"}
     assert len(row["drafted"]) == len(row["accepted"]) == row["rounds"]
     assert row["emitted"] == 29
     assert f"{29 / row['rounds']:.2f} tokens per round" in line
@@ -144,6 +146,8 @@ def test_a_draft_model_and_json(capsys):
     )
     record = json.loads(out)
     assert code == 0
+    assert set(record) == documented("generate") - {"report", "plans", "rows"}
+    assert set(record["metrics"]) == documented("generate", 1)
     assert record["method"] == "draft-model"
     assert record["metrics"]["emitted"] == 11
     assert len(record["metrics"]["acceptance_by_position"]) == 2
@@ -157,7 +161,7 @@ def test_a_draft_model_and_json(capsys):
             ["--method", "vegas", "--sinks", "4"],
             "--sinks does not apply to --method vegas; it belongs to dustin, self-dustin, streaming",
         ),
-        (["--method", "vegas", "--rho", "2"], "Vegas rho must lie above 0 and be at most 1, got 2.0"),
+        (["--method", "vegas", "--rho", "2"], "jaxspec: --rho must lie above 0 and be at most 1, got 2.0"),
         (["--method", "quest", "--page-size", "12"], "power of two in 1..128, got 12"),
         (
             ["--method", "vegas", "--skipped-layers", "0"],
@@ -165,9 +169,12 @@ def test_a_draft_model_and_json(capsys):
         ),
         (
             [*RECENT, "--skipped-layers", "0", "3"],
-            "skipped_layers must be some, not all, of the model's layers 0..0, got (0, 3)",
+            "jaxspec: --skipped-layers must be some, not all, of the model's layers 0..0, got (0, 3)",
         ),
-        ([*RECENT, "--skipped-layers", "-1"], "skipped_layers must be a tuple of integers in 0..1048576, got (-1,)"),
+        (
+            [*RECENT, "--skipped-layers", "-1"],
+            "jaxspec: --skipped-layers must be a tuple of integers in 0..1048576, got (-1,)",
+        ),
         (["--method", "draft-model"], "--method draft-model needs --draft MODEL"),
         (["--method", "vegas", "--draft", "draft"], "--method vegas takes no --draft MODEL"),
         (["--method", "draft-model", "--draft", "stranger"], "the vocabularies differ in 18 tokens"),
@@ -198,6 +205,7 @@ def test_verify(capsys, monkeypatch, prompt_file):
     code, out, _ = run(capsys, "verify", "--model", "target", *flags, *vegas, "--json")
     record = json.loads(out)
     assert code == 0
+    assert set(record) == documented("verify")
     assert record["passed"]
     assert [check["name"].split(",")[0] for check in record["checks"]] >= [
         "all paths of a tiny model",

@@ -12,7 +12,9 @@ import jaxspec
 from jaxspec import KnapSpec
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
-from jaxspec.planning import LatencyProfile, Line, controller, load_profile, save_profile
+from jaxspec.method_specs import build_method, parse_spec
+from jaxspec.planning import LatencyProfile, Line, ProfileWarning, controller, load_profile, save_profile
+from tests.documented import documented
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,8 @@ def run(capsys, *args):
     return code, *capsys.readouterr()
 
 
+# how well times of microseconds are fitted is chance
+@pytest.mark.filterwarnings("ignore::jaxspec.planning.ProfileWarning")
 def test_profile_then_generate(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path, plot, trace = tmp_path / "profile.json", tmp_path / "profile.png", tmp_path / "trace.json"
@@ -38,10 +42,10 @@ def test_profile_then_generate(capsys, tmp_path):
     assert "compiling" in err
     assert plot.read_bytes().startswith(b"\x89PNG")
     record = json.loads(path.read_text())
+    assert set(record) == documented("profile")
     assert record["schema_version"] == 1
     assert record["selection"] == "vegas:min_keep=8"
     assert record["model"]["num_layers"] == 2
-    assert {"device", "jax", "dtype", "batch", "measured"} <= set(record)
     assert [p.name for p in tmp_path.glob(".*")] == []
     profile = load_profile(path)
     assert (profile.num_layers, profile.batch, profile.rows) == (2, 1, 4)
@@ -57,6 +61,7 @@ def test_profile_then_generate(capsys, tmp_path):
     assert code == 0
     assert text.split() == run(capsys, *shared)[1].split()
     written = json.loads(trace.read_text())
+    assert set(written) == documented("generate") - {"text", "tokens", "report"}
     assert written["options"]["profile"] == load_profile(path).as_dict() | {
         name: list(value) for name, value in load_profile(path).as_dict().items() if isinstance(value, tuple)
     }
@@ -120,21 +125,60 @@ def test_a_profile_of_another_batch_is_refused_before_any_text(capsys, tmp_path)
     assert err == "jaxspec: KnapSpec profile was measured at batch 16, this run has batch 1\n"
 
 
+def tiny_profile(path, errors=(0.1, 0.1), rows=3):
+    line, measured = Line(0.0, 1e-3), dict(zip(("fit_error", "plain_error"), errors, strict=True))
+    profile = LatencyProfile(2, 1, rows, line, 1e-3, 1e-3, line, 1e-3, 1e-3, 0.0)
+    save_profile(path, profile, {"measured": measured})
+    return ["generate", "--model", "m", "--prompt", "w1", "--method", "knapspec", "--profile", str(path)]
+
+
+def test_a_profile_that_fits_poorly_warns_wherever_it_is_used(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    poor = f"jaxspec: warning: {path}: the model misses what was measured by up to 10% (attention) and 30% (plain"
+    for errors, warned in (((0.1, 0.25), False), ((0.1, 0.3), True)):
+        flags = tiny_profile(path, errors)
+        assert run(capsys, *flags, "--max-new-tokens", "1")[2].startswith(poor) is warned
+    tiny_profile(path, ("0.3", None))
+    assert load_profile(path).rows == 3
+    tiny_profile(path, (0.3, 0.0))
+    with pytest.warns(ProfileWarning, match="30% \\(attention\\) and 0%"):
+        load_profile(path)
+
+
+def test_more_drafts_than_were_timed_are_not_ignored_silently(capsys, tmp_path):
+    flags = [*tiny_profile(tmp_path / "profile.json"), "--max-new-tokens", "1"]
+    capped = "jaxspec: warning: --max-draft is 3, the latency profile was measured for at most 2 drafts: no more are "
+    for more, warned in (([], False), (["--max-draft", "2"], False), (["--max-draft", "3"], True)):
+        assert run(capsys, *flags, *more)[2].startswith(capped) is warned
+    with pytest.warns(ProfileWarning, match="max_draft is 3"):
+        build_method(parse_spec(f"knapspec:max_draft=3,profile={tmp_path / 'profile.json'}"))
+
+
+def test_a_trace_does_not_replace_the_profile(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    flags = tiny_profile(path)
+    before = path.read_text()
+    code, out, err = run(capsys, *flags, "--trace", str(path))
+    assert (code, out) == (2, "")
+    assert err == f"jaxspec: --trace {path} would replace a file that this command reads\n"
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--batch", "0"], "--batch must lie in 1..1024, got 0"),
         (["--max-draft", "40"], "--max-draft must lie in 1..32, got 40"),
         (["--repeats", "0"], "--repeats must lie in 1..1000"),
-        (["--contexts", "0", "9"], "contexts must lie in 1..4085, got [0, 9]"),
+        (["--contexts", "0", "9"], "jaxspec: --contexts must lie in 1..4085, got [0, 9]"),
         (["--contexts", "9", "5000"], "contexts must lie in 1..4085, got [9, 5000]"),
         (["--contexts", "64"], "--contexts must be at least two different lengths, for a slope, got 64"),
         (["--contexts", "64", "64"], "--contexts must be at least two different lengths, for a slope, got 64 64"),
         (["--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
-        (["--selection", "best"], "selection must be one of quest, streaming, vegas, got 'best'"),
+        (["--selection", "best"], "jaxspec: --selection must be one of quest, streaming, vegas, got 'best'"),
         (["--selection", "vegas:size=3"], "'size=3' is no option=value of vegas; options: collect, min_keep"),
         (["--selection", "vegas:rho=x"], "rho must be a value of type float, got 'x'"),
-        (["--selection", "vegas:rho=2"], "rho must lie above 0 and be at most 1"),
+        (["--selection", "vegas:rho=2"], "jaxspec: Vegas rho must lie above 0 and be at most 1"),
         (["--out", "/"], "--out /: not a file in an existing directory"),
         (["--plot", "/no/such/place/x.png"], "not a file in an existing directory"),
     ],
@@ -148,8 +192,9 @@ def test_wrong_flags_of_profile(capsys, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tau", "2"], "KnapSpec tau must lie above -1 and be at most 1, got 2.0"),
+        (["--tau", "2"], "jaxspec: --tau must lie above -1 and be at most 1, got 2.0"),
         (["--profile", "/no/such/file"], "cannot read /no/such/file: No such file"),
+        (["--selection", "vegas:min_keep=0"], "jaxspec: Vegas min_keep must be an integer in 1..1048576, got 0"),
         (["--selection", "quest:page_size=12"], "power of two in 1..128, got 12"),
     ],
 )
