@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import KnapSpec, Plan, Sampling
+from jaxspec import KnapSpec, Plan, Sampling, Vegas
 from jaxspec.benchmarking.shapes import SHAPES, random_cache, random_params
 from jaxspec.decode import decode_step, draft_tokens
 from jaxspec.methods import Method, Models, Plain
 from jaxspec.methods.knapspec import traced_plan
 from jaxspec.models import Decoder, cache_capacity
 from jaxspec.planning import PlannerOptions, expected_tokens
-from jaxspec.planning.loops import decode_state
+from jaxspec.planning.loops import decode_state, selecting_state
 from jaxspec.planning.measure import measure
 from jaxspec.planning.plan import fitted, search_plan
 from jaxspec.requests import check_request
@@ -52,7 +52,11 @@ def _fits(models: Models, batch: int, context: int) -> bool:
 
 def _batch(report, models: Models, batch: int, contexts: list[int], args) -> bool:
     config, num_layers = models.target.config, models.target.config.num_layers
-    measured = measure(models, batch, contexts, max_draft=args.max_draft, steps=16)
+    vegas = Vegas(rho=args.rho, min_keep=args.min_keep)
+    composed = KnapSpec(
+        plan=Plan((True,) * num_layers, (True,) * num_layers, DRAFTS), max_draft=DRAFTS, selection=vegas
+    )
+    measured = measure(models, batch, contexts, max_draft=args.max_draft, steps=16, selection=vegas)
     report.add(
         "shapes_latency",
         {
@@ -83,6 +87,7 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         "static drafts": (_drafts, KnapSpec(plan=plan, max_draft=DRAFTS), None),
         "traced round": (_rounds, KnapSpec(execution="traced", max_draft=DRAFTS), plan),
         "traced drafts": (_drafts, KnapSpec(execution="traced", max_draft=DRAFTS), plan),
+        "composed round": (_rounds, composed, None),
     }
     request = check_request(
         models.target, np.zeros((batch, 1), np.int32), np.ones(batch, np.int32), jax.random.key(0), Plain(),
@@ -96,7 +101,9 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         return models, cache, prompt, np.full(batch, n + 1), np.zeros((batch, 1), np.int32), np.full(batch, n), costs
 
     started = time.perf_counter()
-    lowered = [job.lower(models, cache, np.int32(0), request, method, p) for job, method, p in jobs.values()]
+    shapes_of = jax.eval_shape(partial(selecting_state, method=composed.selection), models, cache, np.int32(0))
+    own_of = lambda method: shapes_of[1].method_state if method is composed else ()  # noqa: E731
+    lowered = [job.lower(models, cache, np.int32(0), request, own_of(m), m, p) for job, m, p in jobs.values()]
     lowered.append(search_plan.lower(*planner_arguments(contexts[0]), options))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda low: low.compile(), lowered))
@@ -104,11 +111,14 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
     for n in contexts:
         ms = {}
         for name, (job, method, p) in jobs.items():
-            times = []
+            times, own = [], ()
+            if method is composed:
+                cache, state = selecting_state(models, cache, np.int32(n), method=method.selection)
+                own = state.method_state
             for repeat in range(REPEATS + 1):
                 jax.block_until_ready(cache)
                 started = time.perf_counter()
-                done, cache = job(models, cache, np.int32(n), request, method, p)
+                done, cache = job(models, cache, np.int32(n), request, own, method, p)
                 jax.block_until_ready(done)
                 if repeat:
                     times.append(time.perf_counter() - started)
@@ -121,6 +131,7 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         planning = statistics.median(planning[1:])
         predicted = 1e3 * float(costs.round(plan.num_attention, plan.num_mlp, DRAFTS, n))
         round_ms = ms["static round"]
+        sparse = 1e3 * float(measured.profile.costs(sparse=True).round(num_layers, num_layers, DRAFTS, n))
         tokens = float(expected_tokens(PUBLISHED, DRAFTS))
         report.add(
             "shapes",
@@ -133,6 +144,8 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
                 "traced_draft_step_over_plain": ms["traced drafts"] / DRAFTS / ms["plain step"],
                 "predicted_round_ms": predicted,
                 "round_error": predicted / round_ms - 1,
+                "predicted_composed_round_ms": sparse,
+                "composed_round_error": sparse / ms["composed round"] - 1,
                 "speedup_at_published_acceptance": tokens * ms["plain step"] / round_ms,
                 "planner_ms": 1e3 * planning,
                 "planner_branches": options.max_cells,
@@ -143,16 +156,16 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
     return True
 
 
-def _state(models: Models, cache, start, request, method: Method, plan: Plan | None):
+def _state(models: Models, cache, start, request, own, method: Method, plan: Plan | None):
     batch = cache[0].k.shape[0]
     length = jnp.full(batch, start, jnp.int32)
-    token, own = jnp.zeros(batch, jnp.int32), () if plan is None else traced_plan(plan, ())
+    token, own = jnp.zeros(batch, jnp.int32), own if plan is None else traced_plan(plan, own)
     return decode_state(cache, length, token, own, request.keys, ROOM, method.max_draft)
 
 
-@partial(jax.jit, static_argnums=(4, 5), donate_argnums=1)
-def _rounds(models: Models, cache, start, request, method: Method, plan: Plan | None):
-    state = _state(models, cache, start, request, method, plan)
+@partial(jax.jit, static_argnums=(5, 6), donate_argnums=1)
+def _rounds(models: Models, cache, start, request, own, method: Method, plan: Plan | None):
+    state = _state(models, cache, start, request, own, method, plan)
     # a while loop, as decoding is
     state = jax.lax.while_loop(
         lambda state: state.round < STEPS + 1,
@@ -162,9 +175,9 @@ def _rounds(models: Models, cache, start, request, method: Method, plan: Plan | 
     return state.tokens, state.cache
 
 
-@partial(jax.jit, static_argnums=(4, 5), donate_argnums=1)
-def _drafts(models: Models, cache, start, request, method: Method, plan: Plan | None):
-    state = _state(models, cache, start, request, method, plan)
+@partial(jax.jit, static_argnums=(5, 6), donate_argnums=1)
+def _drafts(models: Models, cache, start, request, own, method: Method, plan: Plan | None):
+    state = _state(models, cache, start, request, own, method, plan)
 
     def step(_, state):
         state, draft = draft_tokens(models, state, request, method)

@@ -27,27 +27,36 @@ def forwards(
     return jax.lax.fori_loop(0, steps, step, (jnp.zeros((cache[0].k.shape[0], count), jnp.int32), cache))
 
 
+@partial(jax.jit, static_argnames="method", donate_argnames="cache")
+def selecting_state(models: Models, cache: KVCache, start: Array, *, method: Method) -> tuple[KVCache, DecodeState]:
+    """The cache, and a state of `start` committed rows per sequence without it, with the method's own as it is after a
+    prefill."""
+    batch = cache[0].k.shape[0]
+    zeros, length = jnp.zeros(batch, jnp.int32), jnp.full(batch, start, jnp.int32)
+    out = models.forward(zeros[:, None], cache, length - 1, collect=method.prefill_collect(zeros))
+    own = method.init(models, zeros[:, None], length, out)
+    return out.cache, decode_state((), length, zeros, own, jax.random.split(jax.random.key(0), batch), 1)
+
+
 @partial(jax.jit, static_argnames=("layers", "method", "steps"), donate_argnames="cache")
 def selected_forwards(
-    models: Models, cache: KVCache, start: Array, *, layers: LayerMask, method: Method, steps: int
+    models: Models, cache: KVCache, state: DecodeState, *, layers: LayerMask, method: Method, steps: int
 ) -> tuple[Array, KVCache]:
     """`steps` forwards of one query row per sequence over the rows that the method selects."""
-    state = _selecting_state(models, cache, start, method)
-    selection = method.draft_selection(models, state)
+    selection = method.draft_selection(models, state.replace(cache=cache))
 
     def step(_: Array, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
         out = models.forward(carry[0], carry[1], state.length, layers=layers, selection=selection)
         return jnp.argmax(out.logits, axis=-1).astype(jnp.int32), out.cache
 
-    return jax.lax.fori_loop(0, steps, step, (state.last_token[:, None], state.cache))
+    return jax.lax.fori_loop(0, steps, step, (state.last_token[:, None], cache))
 
 
 @partial(jax.jit, static_argnames=("count", "method", "steps"), donate_argnames="cache")
 def scored_forwards(
-    models: Models, cache: KVCache, start: Array, *, count: int, method: Method, steps: int
+    models: Models, cache: KVCache, state: DecodeState, *, count: int, method: Method, steps: int
 ) -> tuple[Array, KVCache]:
     """`steps` verifications of `count` query rows per sequence, each followed by what the method observes."""
-    state = _selecting_state(models, cache, start, method)
     batch, zeros = state.length.shape[0], jnp.zeros_like(state.length)
 
     def step(_: Array, carry: tuple[Array, KVCache, Any]) -> tuple[Array, KVCache, Any]:
@@ -60,17 +69,8 @@ def scored_forwards(
         tokens = jnp.argmax(out.logits + used * 1e-30, axis=-1).astype(jnp.int32)
         return tokens, out.cache, own
 
-    carry = (jnp.zeros((batch, count), jnp.int32), state.cache, state.method_state)
+    carry = (jnp.zeros((batch, count), jnp.int32), cache, state.method_state)
     return jax.lax.fori_loop(0, steps, step, carry)[:2]
-
-
-def _selecting_state(models: Models, cache: KVCache, start: Array, method: Method) -> DecodeState:
-    """A state of so many committed rows, with the method's own as it is after a prefill."""
-    batch = cache[0].k.shape[0]
-    zeros, length = jnp.zeros(batch, jnp.int32), jnp.full(batch, start, jnp.int32)
-    out = models.forward(zeros[:, None], cache, length - 1, collect=method.prefill_collect(zeros))
-    own = method.init(models, zeros[:, None], length, out)
-    return decode_state(out.cache, length, zeros, own, jax.random.split(jax.random.key(0), batch), 1)
 
 
 def decode_state(

@@ -17,7 +17,7 @@ from jaxspec.methods.base import Method, Models
 from jaxspec.methods.plain import Plain
 from jaxspec.models import Decoder, ModelConfig, cache_capacity
 from jaxspec.planning.latency import LatencyProfile, fit_line
-from jaxspec.planning.loops import forwards, plain_loop, scored_forwards, selected_forwards
+from jaxspec.planning.loops import forwards, plain_loop, scored_forwards, selected_forwards, selecting_state
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import Array, KVCache, LayerMask
@@ -208,7 +208,7 @@ def rows_of_a_tile(models: Models) -> int | None:
     return max(QUERY_TILE // models.target.config.group_size, 2)
 
 
-_Job = partial[tuple[Array, KVCache]]  # (models, cache, context, steps=) -> tokens, cache
+_Job = partial[tuple[Array, KVCache]]  # (models, cache, context or a state, steps=) -> tokens, cache
 
 
 class _Loops:
@@ -236,8 +236,9 @@ class _Loops:
 
     def lower(self, job: _Job) -> jax.stages.Lowered:
         """The job's program, to be compiled; `time` then finds it compiled."""
-        arguments = (self._models, jax.eval_shape(self._new_cache), np.int32(0))
-        return job.func.lower(*arguments, **job.keywords, steps=self._steps)
+        prepare = partial(_operands, job, self._models, context=np.int32(0))
+        operands = jax.eval_shape(prepare, jax.eval_shape(self._new_cache))
+        return job.func.lower(self._models, *operands, **job.keywords, steps=self._steps)
 
     def time(self, job: _Job, contexts: Sequence[int]) -> list[float]:
         """Median seconds of one step of the job at each context length."""
@@ -246,9 +247,9 @@ class _Loops:
         for context in contexts:
             times = []
             for repeat in range(self._repeats + 1):
-                jax.block_until_ready(self._cache)
+                operands = jax.block_until_ready(_operands(job, self._models, self._cache, np.int32(context)))
                 started = time.perf_counter()
-                tokens, self._cache = job(self._models, self._cache, np.int32(context), steps=self._steps)
+                tokens, self._cache = job(self._models, *operands, steps=self._steps)
                 jax.block_until_ready(tokens)
                 if repeat:
                     times.append((time.perf_counter() - started) / self._steps)
@@ -258,6 +259,12 @@ class _Loops:
     def drop(self) -> None:
         """Gives the cache's memory back."""
         self._cache = None
+
+
+def _operands(job: _Job, models: Models, cache: KVCache, context: Array) -> tuple[Any, ...]:
+    """What a job takes between models and `steps`. A state that selects takes a forward, which is not to be timed."""
+    method = job.keywords.get("method")
+    return (cache, context) if method is None else selecting_state(models, cache, context, method=method)
 
 
 def _request(models: Models, batch: int, steps: int) -> Any:
