@@ -12,6 +12,7 @@ from pallas_kernels.rope_and_cache import rope_and_cache
 from pallas_kernels.row_selection import row_selection
 from pallas_kernels.skinny_matmul import gated_matmul, skinny_matmul
 from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_step import sparse_step
 
 __all__ = [
     "add_rms_norm",
@@ -23,4 +24,5 @@ __all__ = [
     "row_selection",
     "skinny_matmul",
     "sparse_attention",
+    "sparse_step",
 ]

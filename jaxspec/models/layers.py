@@ -16,6 +16,7 @@ from pallas_kernels import (
     rope_and_cache,
     skinny_matmul,
     sparse_attention,
+    sparse_step,
 )
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.partial_sums import sum_of_parts
@@ -102,59 +103,62 @@ class Attention(nn.Module):
         collect: Collect,
         *,
         early: bool = False,
-    ) -> tuple[Array, LayerCache, Array, Array | None]:
-        """Returns the sublayer's output [B,T,D], perhaps as partial sums, the cache with this call's rows, q [B,T,N,H]
-        and row scores.
+    ) -> tuple[Array, LayerCache, Array | None, Array | None]:
+        """Returns the sublayer's output [B,T,D], perhaps as partial sums, the cache with this call's rows, q [B,T,N,H],
+        which may be None unless `collect` names this layer's, and row scores.
 
         Keys and values go to rows `start` and on; the queries see what positions `attend_at` and on see.
         """
         c = self.config
-        # never early: methods read the cache by XLA, which may do so right after its rows are written
-        q, *kv = rope_and_cache(
-            self.qkv.parts(x, add_bias=False, early=early),
-            *cache,
-            *rope,
-            start,
-            bias=self.qkv.bias if c.qkv_bias else None,
-            q_scale=self.q_norm.scale if c.qk_norm else None,
-            k_scale=self.k_norm.scale if c.qk_norm else None,
-            eps=c.rms_norm_eps,
-            backend=self.backend,
-        )
-        cache = LayerCache(*kv)
+        projected = self.qkv.parts(x, add_bias=False, early=early)
+        options = {
+            "bias": self.qkv.bias if c.qkv_bias else None,
+            "q_scale": self.q_norm.scale if c.qk_norm else None,
+            "k_scale": self.k_norm.scale if c.qk_norm else None,
+            "eps": c.rms_norm_eps,
+            "backend": self.backend,
+        }
         scale = c.head_dim**-0.5
+        listed = {}
+        if isinstance(selection, KVSelection):
+            layer = min(self.layer, selection.rows.shape[0] - 1)
+            listed = {"layer": layer, "count": selection.count, "valid": selection.valid, "window": selection.window}
+            if x.shape[1] == 1 and self.layer not in collect.queries:
+                out, *kv = sparse_step(
+                    projected,
+                    *cache,
+                    *rope,
+                    start,
+                    selection.rows,
+                    attend_at,
+                    **listed,
+                    scale=scale,
+                    **options,
+                    early=early,
+                )
+                return self.out.parts(out, early=early), LayerCache(*kv), None, None
+        # never early: methods read the cache by XLA, which may do so right after its rows are written
+        q, *kv = rope_and_cache(projected, *cache, *rope, start, **options)
+        cache = LayerCache(*kv)
+        attention = {"scale": scale, "early": early, "backend": self.backend}
         scores = None
         if selection is None:
             out, scores = cached_attention(
                 q,
                 *cache,
                 attend_at,
-                scale=scale,
                 scored_rows=collect.scored_rows,
                 score_mode=collect.score_mode,
                 per_row=collect.per_row,
-                early=early,
-                backend=self.backend,
+                **attention,
             )
+        elif isinstance(selection, KVSelector):
+            positions = attend_at[:, None] + jnp.arange(x.shape[1])
+            rows = selection.select(self.layer, q, cache, positions, selection.state)
+            listed = {"valid": selection.valid, "window": selection.window}
+            out = sparse_attention(q, *cache, rows, attend_at, **listed, **attention)
         else:
-            if isinstance(selection, KVSelector):
-                positions = attend_at[:, None] + jnp.arange(x.shape[1])
-                rows, layer, count = selection.select(self.layer, q, cache, positions, selection.state), None, None
-            else:
-                rows, layer, count = selection.rows, min(self.layer, selection.rows.shape[0] - 1), selection.count
-            out = sparse_attention(
-                q,
-                *cache,
-                rows,
-                attend_at,
-                layer=layer,
-                count=count,
-                valid=selection.valid,
-                window=selection.window,
-                scale=scale,
-                early=early,
-                backend=self.backend,
-            )
+            out = sparse_attention(q, *cache, selection.rows, attend_at, **listed, **attention)
         return self.out.parts(out, early=early), cache, q, scores
 
 
@@ -207,7 +211,7 @@ class Block(nn.Module):
 
     def attend(
         self, x: Array, update: Array | None, cache: LayerCache, *args: Any, early: bool = False
-    ) -> tuple[Array, Array, LayerCache, Array, Array | None]:
+    ) -> tuple[Array, Array, LayerCache, Array | None, Array | None]:
         """Attention sublayer: x, update, and what `Attention` returns besides."""
         early = early and self.attention.is_skinny(x)
         x, normed = self.attention_norm(x, update, early=early)

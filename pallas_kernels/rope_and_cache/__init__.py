@@ -44,6 +44,30 @@ def rope_and_cache(
       ValueError: a shape or dtype other than the above, or one norm scale without the other.
     """
     backend = dispatch.resolve(backend)
+    check_operands(qkv, k_cache, v_cache, cos, sin, start, bias, q_scale, k_scale)
+    options = {"bias": bias, "q_scale": q_scale, "k_scale": k_scale, "eps": eps}
+    if backend == "xla":
+        from pallas_kernels.rope_and_cache import reference
+
+        return reference.rope_and_cache(qkv, k_cache, v_cache, cos, sin, start, **options)
+    from pallas_kernels.rope_and_cache import triton
+
+    interpret = backend == "interpret"
+    return triton.rope_and_cache(qkv, k_cache, v_cache, cos, sin, start, **options, interpret=interpret)
+
+
+def check_operands(
+    qkv: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    start: jax.Array,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+) -> None:
+    """Raises what `rope_and_cache` raises of its operands."""
     checks.dtype("k_cache", k_cache, checks.FLOATS)
     checks.product("qkv", qkv, (None,) * 5, "[B,T,K,G+2,H]", k_cache.dtype)
     batch, num_rows, kv_heads, members, head_dim = qkv.shape[-5:]
@@ -66,13 +90,3 @@ def rope_and_cache(
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
         if scale is not None:
             checks.shape(name, scale, (head_dim,), "[H]")
-
-    options = {"bias": bias, "q_scale": q_scale, "k_scale": k_scale, "eps": eps}
-    if backend == "xla":
-        from pallas_kernels.rope_and_cache import reference
-
-        return reference.rope_and_cache(qkv, k_cache, v_cache, cos, sin, start, **options)
-    from pallas_kernels.rope_and_cache import triton
-
-    interpret = backend == "interpret"
-    return triton.rope_and_cache(qkv, k_cache, v_cache, cos, sin, start, **options, interpret=interpret)

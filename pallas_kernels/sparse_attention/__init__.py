@@ -54,23 +54,7 @@ def sparse_attention(
     """
     backend = dispatch.resolve(backend)
     checks.attention_operands(q, k, v)
-    if layer is None:
-        checks.int32("rows", rows, (q.shape[0], None), "[B,M]")
-        rows, layer = rows[None], 0
-    else:
-        checks.int32("rows", rows, (None, q.shape[0], None), "[L,B,M] with layer")
-        if not 0 <= layer < rows.shape[0]:
-            raise ValueError(f"layer is {layer}; rows has layers 0 to {rows.shape[0] - 1}")
-    checks.int32("start", start, (q.shape[0],), "[B]")
-    if count is not None:
-        checks.int32("count", count, (q.shape[0],), "[B]")
-    if valid is not None:
-        checks.int32("valid", valid, (q.shape[0],), "[B]")
-        if window < 1:
-            raise ValueError(f"window is {window}; with valid it must be at least 1, the most rows past valid")
-    elif window != 0:
-        raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
-
+    rows, layer = check_lists(rows, start, layer, count, valid, window, batch=q.shape[0])
     options = {"count": count, "valid": valid, "window": window, "scale": scale}
     if backend == "xla":
         from pallas_kernels.sparse_attention import reference
@@ -80,3 +64,31 @@ def sparse_attention(
 
     interpret = backend == "interpret"
     return triton.sparse_attention(q, k, v, rows, start, layer=layer, **options, early=early, interpret=interpret)
+
+
+def check_lists(
+    rows: jax.Array,
+    start: jax.Array,
+    layer: int | None,
+    count: jax.Array | None,
+    valid: jax.Array | None,
+    window: int,
+    *,
+    batch: int,
+) -> tuple[jax.Array, int]:
+    """Raises what `sparse_attention` raises of its lists; returns them as [L, B, M], and the layer."""
+    if layer is None:
+        checks.int32("rows", rows, (batch, None), "[B,M]")
+        rows, layer = rows[None], 0
+    else:
+        checks.int32("rows", rows, (None, batch, None), "[L,B,M] with layer")
+        if not 0 <= layer < rows.shape[0]:
+            raise ValueError(f"layer is {layer}; rows has layers 0 to {rows.shape[0] - 1}")
+    for name, x in (("start", start), ("count", count), ("valid", valid)):
+        if x is not None:
+            checks.int32(name, x, (batch,), "[B]")
+    if valid is None and window != 0:
+        raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
+    if valid is not None and window < 1:
+        raise ValueError(f"window is {window}; with valid it must be at least 1, the most rows past valid")
+    return rows, layer

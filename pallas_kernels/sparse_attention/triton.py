@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,54 +25,69 @@ from pallas_kernels.tiling import ceil_div, power_of_two
 NOWHERE = 2**31 - 1
 
 
-def _sparse_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    rows_ref,
-    start_ref,
-    count_ref,
-    layer_ref,
-    *refs,
-    scale: float,
-    blocks: BlockSizes,
-    window: int,
-) -> None:
-    """Attends one row tile to one split of the slots.
+class Tile(NamedTuple):
+    """What one program attends: some (query, head) pairs of a kv head, and a split of the slots.
 
-    q [B,T,N,H]; k, v [B,S,K,H]; rows [L,B,M]; start and count [B]; layer [1]; then valid [B] with a window; then the
-    results: out [B,T,N,H] with one split, else acc [B,C,T,N,H], top and total [B,C,T,N].
+    Attributes:
+      batch, kv_head, split: int32.
+      query, head: int32 [rows]; `query` is past the last one where the tile is padding.
+      position: int32 [rows], of the queries.
+      column: int32 [width], of a head; `in_head` masks those past the head dim.
     """
-    num_results = 1 if blocks.num_splits == 1 else 3
-    results = refs[-num_results:]
-    num_rows, heads, head_dim = q_ref.shape[1:]
-    capacity, kv_heads = k_ref.shape[1:3]
-    group = heads // kv_heads
+
+    batch: jax.Array
+    kv_head: jax.Array
+    split: jax.Array
+    query: jax.Array
+    head: jax.Array
+    position: jax.Array
+    column: jax.Array
+    in_head: jax.Array
+
+
+def tile_of(num_rows: int, group: int, head_dim: int, start_ref: Any, blocks: BlockSizes) -> Tile:
+    """This program's tile of a grid (kv heads x row tiles, splits, batch); start [B] is the first query's position."""
     row_tiles = ceil_div(num_rows * group, blocks.rows)
     kv_head, row_tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
     split, batch = pl.program_id(1), pl.program_id(2)
-
     tile_row = row_tile * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
     # Padding keeps an index past the end: interpret mode drops such stores, the GPU masks them.
     query, head = tile_row // group, kv_head * group + tile_row % group
-    in_tile = query < num_rows
     column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
-    in_head = column < head_dim
-    where = in_tile[:, None] & in_head[None, :]
-    q = pltriton.load(q_ref.at[batch, query[:, None], head[:, None], column[None, :]], mask=where, other=0.0)
+    return Tile(batch, kv_head, split, query, head, start_ref[batch] + query, column, column < head_dim)
+
+
+def attend_slots(
+    tile: Tile,
+    q: jax.Array,
+    state: online.State,
+    k_ref: Any,
+    v_ref: Any,
+    rows_ref: Any,
+    count_ref: Any,
+    valid_ref: Any,
+    layer_ref: Any,
+    length: jax.Array,
+    *,
+    scale: float,
+    blocks: BlockSizes,
+    window: int,
+) -> online.State:
+    """Adds this split's slots to the state of queries [rows,H].
+
+    k, v [B,S,K,H]; rows [L,B,M]; count [B]; valid [B] with a window; layer [1]. Cache rows from `length` on are not
+    read.
+    """
     q = online.in_registers(q)
     # The layer is an operand, so that all layers of a model share one compiled kernel.
-    start, layer = start_ref[batch], layer_ref[0]
-    listed = jnp.clip(count_ref[batch], 0, rows_ref.shape[2])
-    valid = refs[0][batch] if window else 0
-    position = start + query
-    length = jnp.clip(start + num_rows, 0, capacity)
-    base_two = scale * math.log2(math.e)
+    layer = layer_ref[0]
+    listed = jnp.clip(count_ref[tile.batch], 0, rows_ref.shape[2])
+    valid = valid_ref[tile.batch] if window else 0
 
     def listed_rows(step):
         slot = step * blocks.block_m + jnp.arange(blocks.block_m, dtype=jnp.int32)
         in_list = (slot >= window) & (slot < window + listed)
-        row = pltriton.load(rows_ref.at[layer, batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
+        row = pltriton.load(rows_ref.at[layer, tile.batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
         return jnp.where(slot < window, valid + slot, row) if window else row
 
     def attend(step, carry):
@@ -80,34 +97,70 @@ def _sparse_kernel(
         # Rows that no query sees are not even read: they may hold NaN.
         here = (row >= 0) & (row < length)
         mask = here[:, None]
-        if head_dim != column.size:
-            mask &= in_head[None, :]
+        if k_ref.shape[3] != tile.column.size:
+            mask &= tile.in_head[None, :]
 
         def load(ref):
-            at = ref.at[batch, jnp.where(here, row, 0)[:, None], kv_head, column[None, :]]
+            at = ref.at[tile.batch, jnp.where(here, row, 0)[:, None], tile.kv_head, tile.column[None, :]]
             return pltriton.load(at, mask=mask, other=0.0)
 
-        logits = pltriton.dot(q, load(k_ref), trans_b=True, allow_tf32=False) * base_two
+        logits = pltriton.dot(q, load(k_ref), trans_b=True, allow_tf32=False) * (scale * math.log2(math.e))
         row = jnp.where(here, row, NOWHERE)
-        logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
+        logits = jnp.where(row[None, :] <= tile.position[:, None], logits, -jnp.inf)
         return online.update(state, logits, lambda: load(v_ref)), next_row
 
     # What is listed for a sequence that sees nothing is not looked at.
     steps = jnp.where(length > 0, pl.cdiv(window + listed, jnp.int32(blocks.block_m)), 0)
-    begin = steps * split // blocks.num_splits
-    end = steps * (split + 1) // blocks.num_splits
-    state, _ = jax.lax.fori_loop(begin, end, attend, (online.initial(blocks.rows, column.size), listed_rows(begin)))
+    begin = steps * tile.split // blocks.num_splits
+    end = steps * (tile.split + 1) // blocks.num_splits
+    return jax.lax.fori_loop(begin, end, attend, (state, listed_rows(begin)))[0]
 
+
+def result_shapes(
+    batch: int, num_rows: int, heads: int, head_dim: int, dtype: jnp.dtype, blocks: BlockSizes
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the programs write: the result with one split, else the parts that are to be merged."""
     if blocks.num_splits == 1:
+        return (jax.ShapeDtypeStruct((batch, num_rows, heads, head_dim), dtype),)
+    parts = (batch, blocks.num_splits, num_rows, heads)
+    part = jax.ShapeDtypeStruct(parts, jnp.float32)
+    return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part
+
+
+def store_results(results: Sequence[Any], tile: Tile, state: online.State, num_rows: int) -> None:
+    """Writes out [B,T,N,H], or acc [B,C,T,N,H], top and total [B,C,T,N]."""
+    in_tile = tile.query < num_rows
+    where = in_tile[:, None] & tile.in_head[None, :]
+    element = tile.query[:, None], tile.head[:, None], tile.column[None, :]
+    if len(results) == 1:
         out, _ = online.finish(state)
-        at = results[0].at[batch, query[:, None], head[:, None], column[None, :]]
-        pltriton.store(at, out.astype(results[0].dtype), mask=where)
+        pltriton.store(results[0].at[tile.batch, *element], out.astype(results[0].dtype), mask=where)
     else:
         acc, top, total = state
-        at = results[0].at[batch, split, query[:, None], head[:, None], column[None, :]]
-        pltriton.store(at, acc, mask=where)
-        pltriton.store(results[1].at[batch, split, query, head], top, mask=in_tile)
-        pltriton.store(results[2].at[batch, split, query, head], total, mask=in_tile)
+        pltriton.store(results[0].at[tile.batch, tile.split, *element], acc, mask=where)
+        pltriton.store(results[1].at[tile.batch, tile.split, tile.query, tile.head], top, mask=in_tile)
+        pltriton.store(results[2].at[tile.batch, tile.split, tile.query, tile.head], total, mask=in_tile)
+
+
+def _sparse_kernel(
+    q_ref, k_ref, v_ref, rows_ref, start_ref, count_ref, layer_ref, *refs, scale: float, blocks: BlockSizes, window: int
+) -> None:  # fmt: skip
+    """Attends one tile: q [B,T,N,H], start [B], then valid [B] with a window, then the results."""
+    valid_ref, results = (refs[0], refs[1:]) if window else (None, refs)
+    num_rows, heads, head_dim = q_ref.shape[1:]
+    capacity, kv_heads = k_ref.shape[1:3]
+    tile = tile_of(num_rows, heads // kv_heads, head_dim, start_ref, blocks)
+    q = pltriton.load(
+        q_ref.at[tile.batch, tile.query[:, None], tile.head[:, None], tile.column[None, :]],
+        mask=(tile.query < num_rows)[:, None] & tile.in_head[None, :],
+        other=0.0,
+    )
+    length = jnp.clip(start_ref[tile.batch] + num_rows, 0, capacity)
+    state = online.initial(blocks.rows, tile.column.size)
+    lists = rows_ref, count_ref, valid_ref, layer_ref
+    options = {"scale": scale, "blocks": blocks, "window": window}
+    state = attend_slots(tile, q, state, k_ref, v_ref, *lists, length, **options)
+    store_results(results, tile, state, num_rows)
 
 
 @dispatch.shared("window", "scale", "early", "interpret", "blocks")
@@ -135,12 +188,7 @@ def sparse_attention(
         raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
     group = heads // kv_heads
     blocks = blocks or choose_block_sizes(batch, num_rows, kv_heads, group, listed, window, head_dim, q.dtype)
-    if blocks.num_splits == 1:
-        shapes = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    else:
-        parts = (batch, blocks.num_splits, num_rows, heads)
-        part = jax.ShapeDtypeStruct(parts, jnp.float32)
-        shapes = (jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part)
+    shapes = result_shapes(batch, num_rows, heads, head_dim, q.dtype, blocks)
     kernel = functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window)
     results = pl.pallas_call(
         # several parts are read by the merge, whoever reads the result

@@ -40,6 +40,8 @@ NO_READER = {"get-tuple-element", "bitcast", "tuple"}
 ATTENTION = {"add_rms_norm", "skinny_matmul", "cached_attention", "cached_attention_merge"}
 DENSE = ATTENTION | {"gated_matmul"}
 BOTH = DENSE | {"sparse_attention", "sparse_attention_merge"}
+# drafts write the cache and attend in one kernel, of whose parts only the merge launches early
+SPARSE = DENSE | {"sparse_step_merge"}
 
 
 class Instruction(NamedTuple):
@@ -138,18 +140,18 @@ SKIPPING = {"plan": Plan((True, False), (False, True), 4), "selection": "vegas"}
 LOOPS = {
     "plain": (Plain(), 1, DENSE),
     "plain, 16 rows": (Plain(), 16, DENSE),
-    "vegas": (Vegas(), 1, BOTH),
+    "vegas": (Vegas(), 1, SPARSE),
     # XLA adds up the logits, which the first kernel writes too
-    "vegas, logits": (Vegas(score_mode="logit"), 1, BOTH - {"cached_attention"}),
+    "vegas, logits": (Vegas(score_mode="logit"), 1, SPARSE - {"cached_attention"}),
     # verification has too many rows, and attention of several parts is always merged by a kernel
-    "vegas, 32 rows": (Vegas(), 32, BOTH - {"cached_attention_merge"}),
-    "streaming": (Streaming(), 1, BOTH),
+    "vegas, 32 rows": (Vegas(), 32, SPARSE - {"cached_attention_merge"}),
+    "streaming": (Streaming(), 1, SPARSE),
     "quest": (Quest(), 1, BOTH),
     "draft model": (DraftModel(model=DRAFT_MODEL), 1, DENSE, CONFIG, SMALL),
-    "dustin": (DUSTIN, 1, BOTH, CONFIG, SMALL),
+    "dustin": (DUSTIN, 1, BOTH | SPARSE, CONFIG, SMALL),
     "self-dustin": (SelfDustin(target_heads=TARGET_HEADS, draft_heads=TARGET_HEADS), 1, BOTH),
     "knapspec, traced": (KnapSpec(max_draft=4, execution="traced"), 1, DENSE),
-    "knapspec, static": (KnapSpec(max_draft=4, **SKIPPING), 1, BOTH),
+    "knapspec, static": (KnapSpec(max_draft=4, **SKIPPING), 1, SPARSE),
     "7B": (Plain(), 1, ATTENTION, LARGE),
 }
 

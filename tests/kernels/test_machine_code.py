@@ -20,6 +20,7 @@ from pallas_kernels import (
     row_selection,
     skinny_matmul,
     sparse_attention,
+    sparse_step,
 )
 from pallas_kernels.attention_scores import blocks as scores_blocks
 from pallas_kernels.cached_attention import blocks as dense_blocks
@@ -233,6 +234,24 @@ def test_rope_and_cache(group, head_dim, num_parts):
         return rope_and_cache(qkv, k, v, cos, sin, start, bias=bias, backend=backend)
 
     check(compile_op(call, qkv, cache, cache, table, table, array((2,)), bias), ["rope_and_cache"], 2)
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize(("group", "head_dim"), [(6, 128), (7, 64), (24, 256)])
+def test_sparse_step(group, head_dim, num_parts):
+    members = (2, 1, KV_HEADS, group + 2, head_dim)
+    qkv = array((num_parts, *members), F32) if num_parts > 1 else array(members, BF16)
+    cache, table = array((2, 4096, KV_HEADS, head_dim), BF16), array((2, 1, head_dim // 2), F32)
+    bias, ints = array((KV_HEADS, group + 2, head_dim), BF16), array((2,))
+
+    def call(*operands, backend):
+        *operands, valid, bias = operands
+        return sparse_step(*operands, valid=valid, window=12, scale=0.1, bias=bias, backend=backend)
+
+    operands = qkv, cache, cache, table, table, ints, array((2, 1100)), ints, ints, bias
+    blocks = sparse_blocks.choose_block_sizes(2, 1, KV_HEADS, group, 1100, 12, head_dim, BF16)
+    names = ["sparse_step", "sparse_step_merge"]
+    check(compile_op(call, *operands), names, blocks.num_warps, BF16, head_dim)
 
 
 def test_too_much_shared_memory_fails():
