@@ -6,18 +6,19 @@ G = N / K, H head dim. Query head n reads kv head n // G. A cache row is visible
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.attention_scores import attention_scores
+from pallas_kernels.attention_step import cached_step, sparse_step
 from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.prefix_attention import prefix_attention
 from pallas_kernels.rope_and_cache import rope_and_cache
 from pallas_kernels.row_selection import row_selection
 from pallas_kernels.skinny_matmul import gated_matmul, skinny_matmul
 from pallas_kernels.sparse_attention import sparse_attention
-from pallas_kernels.sparse_step import sparse_step
 
 __all__ = [
     "add_rms_norm",
     "attention_scores",
     "cached_attention",
+    "cached_step",
     "gated_matmul",
     "prefix_attention",
     "rope_and_cache",

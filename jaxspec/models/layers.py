@@ -12,6 +12,7 @@ from jaxspec.types import Array, Collect, KVSelection, KVSelector, LayerCache
 from pallas_kernels import (
     add_rms_norm,
     cached_attention,
+    cached_step,
     gated_matmul,
     rope_and_cache,
     skinny_matmul,
@@ -116,31 +117,23 @@ class Attention(nn.Module):
             "q_scale": self.q_norm.scale if c.qk_norm else None,
             "k_scale": self.k_norm.scale if c.qk_norm else None,
             "eps": c.rms_norm_eps,
-            "backend": self.backend,
         }
-        scale = c.head_dim**-0.5
+        attention = {"scale": c.head_dim**-0.5, "early": early, "backend": self.backend}
         listed = {}
         if isinstance(selection, KVSelection):
             layer = min(self.layer, selection.rows.shape[0] - 1)
             listed = {"layer": layer, "count": selection.count, "valid": selection.valid, "window": selection.window}
-            if x.shape[1] == 1 and self.layer not in collect.queries:
-                out, *kv = sparse_step(
-                    projected,
-                    *cache,
-                    *rope,
-                    start,
-                    selection.rows,
-                    attend_at,
-                    **listed,
-                    scale=scale,
-                    **options,
-                    early=early,
-                )
-                return self.out.parts(out, early=early), LayerCache(*kv), None, None
+        wanted = isinstance(selection, KVSelector) or self.layer in collect.queries or collect.scored_rows is not None
+        if x.shape[1] == 1 and not wanted:
+            operands = (projected, *cache, *rope, start)
+            if selection is None:
+                out, *kv = cached_step(*operands, attend_at, **options, **attention)
+            else:
+                out, *kv = sparse_step(*operands, selection.rows, attend_at, **listed, **options, **attention)
+            return self.out.parts(out, early=early), LayerCache(*kv), None, None
         # never early: methods read the cache by XLA, which may do so right after its rows are written
-        q, *kv = rope_and_cache(projected, *cache, *rope, start, **options)
+        q, *kv = rope_and_cache(projected, *cache, *rope, start, **options, backend=self.backend)
         cache = LayerCache(*kv)
-        attention = {"scale": scale, "early": early, "backend": self.backend}
         scores = None
         if selection is None:
             out, scores = cached_attention(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,42 +67,23 @@ def _attention_kernel(
         # The scores' own shared memory would otherwise cost the second program of a multiprocessor.
         q = online.in_registers(q)
     length = jnp.clip(start + last + 1, 0, capacity)
-    steps = pl.cdiv(length, blocks.block_s)
-    begin = steps * split // blocks.num_splits
-    end = steps * (split + 1) // blocks.num_splits
-    base_two = scale * math.log2(math.e)
+    seen_by_all = jnp.clip(start + first + 1, 0, capacity)
     last_tile = None if row_tiles == 1 else row_tile == row_tiles - 1
+    base_two = scale * math.log2(math.e)
     score_step = scoring.make_step(refs, request, batch, kv_head, last_tile, column, base_two, blocks)
-    eviction = "evict_first" if blocks.stream else None
-
-    def attend(step, state, masked):
-        row = step * blocks.block_s + jnp.arange(blocks.block_s, dtype=jnp.int32)
-        # Rows past the length are not even read: they may hold NaN, and the capacity may end inside the step.
-        mask = row[:, None] < length if masked else None
-        if head_dim != column.size:
-            mask = in_head[None, :] if mask is None else mask & in_head[None, :]
-
-        def load(ref):
-            at = ref.at[batch, row[:, None], kv_head, column[None, :]]
-            return pltriton.load(at, mask=mask, other=None if mask is None else 0.0, eviction_policy=eviction)
-
-        k = load(refs.k)
-        logits = pltriton.dot(q, k, trans_b=True, allow_tf32=False) * base_two
-        if masked:
-            logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
-        state = online.update(state, logits, lambda: load(refs.v))
-        if score_step is not None:
-            score_step(step, row, k)
-        return state
-
-    state = online.initial(blocks.rows, column.size)
-    if blocks.split_tail:
-        unmasked = jnp.clip(start + first + 1, 0, capacity) // blocks.block_s
-        middle = jnp.clip(unmasked, begin, end)
-        state = jax.lax.fori_loop(begin, middle, functools.partial(attend, masked=False), state)
-        state = jax.lax.fori_loop(middle, end, functools.partial(attend, masked=True), state)
-    else:
-        state = jax.lax.fori_loop(begin, end, functools.partial(attend, masked=True), state)
+    state = attend_rows(
+        q,
+        online.initial(blocks.rows, column.size),
+        refs.k,
+        refs.v,
+        (batch, kv_head, split),
+        position,
+        length,
+        seen_by_all,
+        scale=scale,
+        blocks=blocks,
+        score_step=score_step,
+    )
 
     where = in_tile[:, None] & in_head[None, :]
     if blocks.num_splits == 1:
@@ -115,6 +98,61 @@ def _attention_kernel(
         pltriton.store(at, acc, mask=where)
         pltriton.store(refs.top.at[batch, split, query, head], top, mask=in_tile)
         pltriton.store(refs.total.at[batch, split, query, head], total, mask=in_tile)
+
+
+def attend_rows(
+    q: jax.Array,
+    state: online.State,
+    k_ref: Any,
+    v_ref: Any,
+    program: tuple[jax.Array, jax.Array, jax.Array],
+    position: jax.Array,
+    length: jax.Array,
+    seen_by_all: jax.Array,
+    *,
+    scale: float,
+    blocks: BlockSizes,
+    score_step: Callable[..., None] | None = None,
+) -> online.State:
+    """Adds this split's share of the first `length` cache rows to the state of queries [rows,H].
+
+    k, v [B,S,K,H]; program: batch row, kv head and split. A query sees no row past its position [rows], and all of them
+    see the first `seen_by_all` rows. `score_step(step, row, keys)` is called in every step.
+    """
+    batch, kv_head, split = program
+    head_dim = k_ref.shape[3]
+    column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
+    in_head = column < head_dim
+    steps = pl.cdiv(length, blocks.block_s)
+    begin = steps * split // blocks.num_splits
+    end = steps * (split + 1) // blocks.num_splits
+    eviction = "evict_first" if blocks.stream else None
+
+    def attend(step, state, masked):
+        row = step * blocks.block_s + jnp.arange(blocks.block_s, dtype=jnp.int32)
+        # Rows past the length are not even read: they may hold NaN, and the capacity may end inside the step.
+        mask = row[:, None] < length if masked else None
+        if head_dim != column.size:
+            mask = in_head[None, :] if mask is None else mask & in_head[None, :]
+
+        def load(ref):
+            at = ref.at[batch, row[:, None], kv_head, column[None, :]]
+            return pltriton.load(at, mask=mask, other=None if mask is None else 0.0, eviction_policy=eviction)
+
+        k = load(k_ref)
+        logits = pltriton.dot(q, k, trans_b=True, allow_tf32=False) * (scale * math.log2(math.e))
+        if masked:
+            logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
+        state = online.update(state, logits, lambda: load(v_ref))
+        if score_step is not None:
+            score_step(step, row, k)
+        return state
+
+    if blocks.split_tail:
+        middle = jnp.clip(seen_by_all // blocks.block_s, begin, end)
+        state = jax.lax.fori_loop(begin, middle, functools.partial(attend, masked=False), state)
+        return jax.lax.fori_loop(middle, end, functools.partial(attend, masked=True), state)
+    return jax.lax.fori_loop(begin, end, functools.partial(attend, masked=True), state)
 
 
 def attend(

@@ -45,12 +45,12 @@ class Tile(NamedTuple):
     in_head: jax.Array
 
 
-def tile_of(num_rows: int, group: int, head_dim: int, start_ref: Any, blocks: BlockSizes) -> Tile:
-    """This program's tile of a grid (kv heads x row tiles, splits, batch); start [B] is the first query's position."""
-    row_tiles = ceil_div(num_rows * group, blocks.rows)
+def tile_of(num_rows: int, group: int, head_dim: int, start_ref: Any, rows: int) -> Tile:
+    """This program's tile of `rows` pairs in a grid (kv heads x row tiles, splits, batch); query 0 is at start [B]."""
+    row_tiles = ceil_div(num_rows * group, rows)
     kv_head, row_tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
     split, batch = pl.program_id(1), pl.program_id(2)
-    tile_row = row_tile * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
+    tile_row = row_tile * rows + jnp.arange(rows, dtype=jnp.int32)
     # Padding keeps an index past the end: interpret mode drops such stores, the GPU masks them.
     query, head = tile_row // group, kv_head * group + tile_row % group
     column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
@@ -117,12 +117,12 @@ def attend_slots(
 
 
 def result_shapes(
-    batch: int, num_rows: int, heads: int, head_dim: int, dtype: jnp.dtype, blocks: BlockSizes
+    batch: int, num_rows: int, heads: int, head_dim: int, dtype: jnp.dtype, num_splits: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What the programs write: the result with one split, else the parts that are to be merged."""
-    if blocks.num_splits == 1:
+    if num_splits == 1:
         return (jax.ShapeDtypeStruct((batch, num_rows, heads, head_dim), dtype),)
-    parts = (batch, blocks.num_splits, num_rows, heads)
+    parts = (batch, num_splits, num_rows, heads)
     part = jax.ShapeDtypeStruct(parts, jnp.float32)
     return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part
 
@@ -149,7 +149,7 @@ def _sparse_kernel(
     valid_ref, results = (refs[0], refs[1:]) if window else (None, refs)
     num_rows, heads, head_dim = q_ref.shape[1:]
     capacity, kv_heads = k_ref.shape[1:3]
-    tile = tile_of(num_rows, heads // kv_heads, head_dim, start_ref, blocks)
+    tile = tile_of(num_rows, heads // kv_heads, head_dim, start_ref, blocks.rows)
     q = pltriton.load(
         q_ref.at[tile.batch, tile.query[:, None], tile.head[:, None], tile.column[None, :]],
         mask=(tile.query < num_rows)[:, None] & tile.in_head[None, :],
@@ -188,7 +188,7 @@ def sparse_attention(
         raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
     group = heads // kv_heads
     blocks = blocks or choose_block_sizes(batch, num_rows, kv_heads, group, listed, window, head_dim, q.dtype)
-    shapes = result_shapes(batch, num_rows, heads, head_dim, q.dtype, blocks)
+    shapes = result_shapes(batch, num_rows, heads, head_dim, q.dtype, blocks.num_splits)
     kernel = functools.partial(_sparse_kernel, scale=scale, blocks=blocks, window=window)
     results = pl.pallas_call(
         # several parts are read by the merge, whoever reads the result

@@ -14,6 +14,7 @@ from pallas_kernels import (
     add_rms_norm,
     attention_scores,
     cached_attention,
+    cached_step,
     gated_matmul,
     prefix_attention,
     rope_and_cache,
@@ -236,22 +237,24 @@ def test_rope_and_cache(group, head_dim, num_parts):
     check(compile_op(call, qkv, cache, cache, table, table, array((2,)), bias), ["rope_and_cache"], 2)
 
 
+@pytest.mark.parametrize("op", [cached_step, sparse_step])
 @pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.parametrize(("group", "head_dim"), [(6, 128), (7, 64), (24, 256)])
-def test_sparse_step(group, head_dim, num_parts):
+def test_attention_step(group, head_dim, num_parts, op):
     members = (2, 1, KV_HEADS, group + 2, head_dim)
     qkv = array((num_parts, *members), F32) if num_parts > 1 else array(members, BF16)
     cache, table = array((2, 4096, KV_HEADS, head_dim), BF16), array((2, 1, head_dim // 2), F32)
-    bias, ints = array((KV_HEADS, group + 2, head_dim), BF16), array((2,))
+    bias, ints, rows = array((KV_HEADS, group + 2, head_dim), BF16), array((2,)), array((2, 1100))
 
     def call(*operands, backend):
-        *operands, valid, bias = operands
-        return sparse_step(*operands, valid=valid, window=12, scale=0.1, bias=bias, backend=backend)
+        *operands, attend_at, rows, valid, bias = operands
+        options = {"scale": 0.1, "bias": bias, "backend": backend}
+        if op is cached_step:
+            return cached_step(*operands, attend_at, **options)
+        return sparse_step(*operands, rows, attend_at, valid=valid, window=12, **options)
 
-    operands = qkv, cache, cache, table, table, ints, array((2, 1100)), ints, ints, bias
-    blocks = sparse_blocks.choose_block_sizes(2, 1, KV_HEADS, group, 1100, 12, head_dim, BF16)
-    names = ["sparse_step", "sparse_step_merge"]
-    check(compile_op(call, *operands), names, blocks.num_warps, BF16, head_dim)
+    compiled = compile_op(call, qkv, cache, cache, table, table, ints, ints, rows, ints, bias)
+    check(compiled, [op.__name__, f"{op.__name__}_merge"], 4, BF16, head_dim)
 
 
 def test_too_much_shared_memory_fails():

@@ -1,0 +1,241 @@
+"""Pallas-Triton kernels of `cached_step` and `sparse_step`: each program rotates the queries that it attends with.
+
+One program of a kv head also writes the new cache row. None reads that row from the cache, where it may not yet be: the
+first split starts with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import dispatch, online
+from pallas_kernels.cached_attention import blocks as cached_blocks
+from pallas_kernels.cached_attention.triton import attend_rows
+from pallas_kernels.partial_sums import load_sum
+from pallas_kernels.sparse_attention import blocks as sparse_blocks
+from pallas_kernels.sparse_attention.triton import Tile, attend_slots, result_shapes, store_results, tile_of
+from pallas_kernels.tiling import ceil_div
+
+BlockSizes = cached_blocks.BlockSizes | sparse_blocks.BlockSizes
+
+
+def _projected(
+    refs: dict[str, Any], tile: Tile, member: jax.Array, mask: jax.Array, scale_ref: Any, rotated: bool, eps: float
+) -> jax.Array:
+    """The members [n] of the tile's kv head, [n,H] in the cache's dtype: with bias, normed and rotated."""
+    head_dim, dtype = refs["qkv"].shape[5], refs["k_cache"].dtype
+    half = head_dim // 2
+    mask = mask[:, None] & tile.in_head[None, :]
+
+    def read(column):
+        at = lambda part: refs["qkv"].at[part, tile.batch, 0, tile.kv_head, member[:, None], column[None, :]]  # noqa: E731
+        x = load_sum(at, refs["qkv"].shape[0], mask).astype(dtype)
+        if "bias" in refs:
+            bias = pltriton.load(refs["bias"].at[tile.kv_head, member[:, None], column[None, :]], mask=mask, other=0.0)
+            x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
+        return x
+
+    if not rotated:
+        return read(tile.column)
+    low = tile.column < half
+    # a second read from the cache is cheaper than moving the other half of a head between threads
+    columns = tile.column, jnp.where(low, tile.column + half, tile.column - half)
+    x, partner = (read(column).astype(jnp.float32) for column in columns)
+    if scale_ref is not None:
+        factor = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / head_dim + eps)
+        scales = (pltriton.load(scale_ref.at[column], mask=tile.in_head, other=0.0) for column in columns)
+        x, partner = (
+            (y * factor * scale.astype(jnp.float32)[None, :]).astype(dtype).astype(jnp.float32)
+            for y, scale in zip((x, partner), scales, strict=True)
+        )
+    pair = jnp.where(low, tile.column, tile.column - half)
+    cos, sin = (
+        pltriton.load(refs[name].at[tile.batch, 0, pair], mask=tile.in_head, other=0.0) for name in ("cos", "sin")
+    )
+    return (x * cos[None, :] + partner * jnp.where(low, -sin, sin)[None, :]).astype(dtype)
+
+
+def _begin(
+    refs: dict[str, Any], blocks: BlockSizes, scale: float, eps: float, window: int
+) -> tuple[Tile, jax.Array, online.State, jax.Array]:
+    """Writes the new row; returns the tile, its queries [rows,H], the state of a split that has seen the new row or
+    nothing, and how many rows of the cache are visible besides.
+
+    qkv [C,B,1,K,G+2,H]; the rest as of the public ops.
+    """
+    group, head_dim = refs["qkv"].shape[4] - 2, refs["qkv"].shape[5]
+    capacity = refs["k_cache"].shape[1]
+    tile = tile_of(1, group, head_dim, refs["attend_at"], blocks.rows)
+    attend_at, start = refs["attend_at"][tile.batch], refs["start"][tile.batch]
+
+    one = jnp.zeros((1,), jnp.int32)
+    k = _projected(refs, tile, one + group, one == 0, refs.get("k_scale"), True, eps)
+    v = _projected(refs, tile, one + group + 1, one == 0, None, False, eps)
+    # interpret mode drops stores whose index is past the end, the GPU those that are masked
+    mine = (tile.split == 0) & (one == 0)
+    row, column = jnp.where(mine, start, capacity), jnp.where(tile.in_head, tile.column, head_dim)
+    for name, x in (("k_out", k), ("v_out", v)):
+        at = refs[name].at[tile.batch, row[:, None], tile.kv_head, column[None, :]]
+        pltriton.store(at, x, mask=mine[:, None] & tile.in_head[None, :])
+
+    member = tile.head - tile.kv_head * group
+    q = _projected(refs, tile, member, tile.query == 0, refs.get("q_scale"), True, eps)
+    seen = (tile.split == 0) & (start <= attend_at)
+    if window:
+        valid = refs["valid"][tile.batch]
+        seen &= (start >= valid) & (start - valid < window)
+    logits = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1) * (scale * math.log2(math.e))
+    acc, top, total = online.initial(blocks.rows, tile.column.size)
+    state = (
+        jnp.where(seen, v.astype(jnp.float32), acc),
+        jnp.where(seen, logits, top),
+        jnp.where(seen, 1.0, total),
+    )
+    return tile, q, state, jnp.clip(jnp.minimum(attend_at + 1, start), 0, capacity)
+
+
+def _call(
+    attend: Callable[..., online.State],
+    operands: dict[str, jax.Array | None],
+    blocks: BlockSizes,
+    name: str,
+    *,
+    scale: float,
+    eps: float,
+    window: int,
+    early: bool,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs a kernel whose programs end with attend(refs, tile, queries, state, length)."""
+    named = {name: x for name, x in operands.items() if x is not None}
+    # aliased operands are the last ones
+    caches = {name: named.pop(name) for name in ("k_cache", "v_cache")}
+    named |= caches
+    _, batch, _, kv_heads, members, head_dim = named["qkv"].shape
+    group, dtype = members - 2, caches["k_cache"].dtype
+    if head_dim > 256:
+        raise ValueError(f"qkv has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
+
+    def kernel(*refs):
+        by_name = dict(zip((*named, "k_out", "v_out"), refs, strict=False))
+        tile, q, state, length = _begin(by_name, blocks, scale, eps, window)
+        store_results(refs[len(by_name) :], tile, attend(by_name, tile, q, state, length), 1)
+
+    # never early: XLA may read the caches
+    k_cache, v_cache, *results = pl.pallas_call(
+        kernel,
+        out_shape=(
+            *(jax.ShapeDtypeStruct(cache.shape, dtype) for cache in caches.values()),
+            *result_shapes(batch, 1, kv_heads * group, head_dim, dtype, blocks.num_splits),
+        ),
+        grid=(kv_heads * ceil_div(group, blocks.rows), blocks.num_splits, batch),
+        input_output_aliases={len(named) - 2: 0, len(named) - 1: 1},
+        compiler_params=pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
+        interpret=interpret,
+        name=name,
+    )(*named.values())
+    if blocks.num_splits == 1:
+        return results[0], k_cache, v_cache
+    out, _ = online.merge(*results, dtype, want_lse=False, early=early, interpret=interpret, name=f"{name}_merge")
+    return out, k_cache, v_cache
+
+
+@dispatch.shared("scale", "eps", "early", "interpret", "blocks")
+def cached_step(
+    qkv: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    start: jax.Array,
+    attend_at: jax.Array,
+    *,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    scale: float,
+    eps: float,
+    early: bool = False,
+    interpret: bool = False,
+    blocks: cached_blocks.BlockSizes | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the public op; `blocks` overrides the choice for measurements."""
+    batch, capacity, kv_heads, head_dim = k_cache.shape
+    group = qkv.shape[-2] - 2
+    cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, k_cache.dtype)
+
+    def attend(refs, tile, q, state, length):
+        program = tile.batch, tile.kv_head, tile.split
+        position = jnp.broadcast_to(length - 1, (cut.rows,))
+        caches = refs["k_cache"], refs["v_cache"]
+        return attend_rows(q, state, *caches, program, position, length, length, scale=scale, blocks=cut)
+
+    operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale)
+    options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
+    return _call(attend, operands, cut, "cached_step", **options, window=0)
+
+
+@dispatch.shared("window", "scale", "eps", "early", "interpret", "blocks")
+def sparse_step(
+    qkv: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    start: jax.Array,
+    rows: jax.Array,
+    attend_at: jax.Array,
+    *,
+    layer: int | jax.Array,
+    count: jax.Array | None,
+    valid: jax.Array,
+    window: int,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    scale: float,
+    eps: float,
+    early: bool = False,
+    interpret: bool = False,
+    blocks: sparse_blocks.BlockSizes | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See the public op, with rows [L,B,M]; `blocks` overrides the choice for measurements."""
+    batch, _, kv_heads, head_dim = k_cache.shape
+    group, listed = qkv.shape[-2] - 2, rows.shape[2]
+    cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, k_cache.dtype)
+
+    def attend(refs, tile, q, state, length):
+        named = (refs[name] for name in ("k_cache", "v_cache", "rows", "count", "valid", "layer"))
+        return attend_slots(tile, q, state, *named, length, scale=scale, blocks=cut, window=window)
+
+    operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale) | {
+        "rows": rows,
+        "count": jnp.full(batch, listed, jnp.int32) if count is None else count,
+        "valid": valid,
+        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+    }
+    options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
+    return _call(attend, operands, cut, "sparse_step", **options, window=window)
+
+
+def _operands(
+    qkv: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    start: jax.Array,
+    attend_at: jax.Array,
+    bias: jax.Array | None,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+) -> dict[str, jax.Array | None]:
+    """The arguments by name, with qkv [C,B,1,K,G+2,H]."""
+    return locals() | {"qkv": qkv if qkv.ndim == 6 else qkv[None]}
