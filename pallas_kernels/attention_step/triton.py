@@ -1,7 +1,7 @@
 """Pallas-Triton kernels of `cached_step` and `sparse_step`: each program rotates the queries that it attends with.
 
-One program of a kv head also writes the new cache row. None reads that row from the cache, where it may not yet be: the
-first split starts with it.
+The programs of the first split also write the new cache row, and add it at their end. None reads it from the cache, where
+it may not yet be.
 """
 
 from __future__ import annotations
@@ -62,43 +62,44 @@ def _projected(
     return (x * cos[None, :] + partner * jnp.where(low, -sin, sin)[None, :]).astype(dtype)
 
 
-def _begin(
-    refs: dict[str, Any], blocks: BlockSizes, scale: float, eps: float, window: int
-) -> tuple[Tile, jax.Array, online.State, jax.Array]:
-    """Writes the new row; returns the tile, its queries [rows,H], the state of a split that has seen the new row or
-    nothing, and how many rows of the cache are visible besides.
+def _queries(refs: dict[str, Any], blocks: BlockSizes, eps: float) -> tuple[Tile, jax.Array, jax.Array]:
+    """The tile, its queries [rows,H], and how many rows of the cache are visible to them besides the new one.
 
     qkv [C,B,1,K,G+2,H]; the rest as of the public ops.
     """
     group, head_dim = refs["qkv"].shape[4] - 2, refs["qkv"].shape[5]
-    capacity = refs["k_cache"].shape[1]
     tile = tile_of(1, group, head_dim, refs["attend_at"], blocks.rows)
-    attend_at, start = refs["attend_at"][tile.batch], refs["start"][tile.batch]
+    member = tile.head - tile.kv_head * group
+    q = _projected(refs, tile, member, tile.query == 0, refs.get("q_scale"), True, eps)
+    visible = jnp.minimum(refs["attend_at"][tile.batch] + 1, refs["start"][tile.batch])
+    return tile, q, jnp.clip(visible, 0, refs["k_cache"].shape[1])
 
+
+def _add_new_row(
+    refs: dict[str, Any], tile: Tile, q: jax.Array, state: online.State, scale: float, eps: float, window: int
+) -> online.State:
+    """Writes the new row, and adds it to the state of queries [rows,H] that see it."""
+    group, head_dim = refs["qkv"].shape[4] - 2, refs["qkv"].shape[5]
     one = jnp.zeros((1,), jnp.int32)
     k = _projected(refs, tile, one + group, one == 0, refs.get("k_scale"), True, eps)
     v = _projected(refs, tile, one + group + 1, one == 0, None, False, eps)
+    attend_at, start = refs["attend_at"][tile.batch], refs["start"][tile.batch]
     # interpret mode drops stores whose index is past the end, the GPU those that are masked
-    mine = (tile.split == 0) & (one == 0)
-    row, column = jnp.where(mine, start, capacity), jnp.where(tile.in_head, tile.column, head_dim)
+    column = jnp.where(tile.in_head, tile.column, head_dim)
     for name, x in (("k_out", k), ("v_out", v)):
-        at = refs[name].at[tile.batch, row[:, None], tile.kv_head, column[None, :]]
-        pltriton.store(at, x, mask=mine[:, None] & tile.in_head[None, :])
+        pltriton.store(refs[name].at[tile.batch, start, tile.kv_head, column[None, :]], x, mask=tile.in_head[None, :])
 
-    member = tile.head - tile.kv_head * group
-    q = _projected(refs, tile, member, tile.query == 0, refs.get("q_scale"), True, eps)
-    seen = (tile.split == 0) & (start <= attend_at)
+    seen = start <= attend_at
     if window:
         valid = refs["valid"][tile.batch]
         seen &= (start >= valid) & (start - valid < window)
     logits = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1) * (scale * math.log2(math.e))
-    acc, top, total = online.initial(blocks.rows, tile.column.size)
-    state = (
-        jnp.where(seen, v.astype(jnp.float32), acc),
-        jnp.where(seen, logits, top),
-        jnp.where(seen, 1.0, total),
-    )
-    return tile, q, state, jnp.clip(jnp.minimum(attend_at + 1, start), 0, capacity)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    acc, top, total = state
+    new_top = jnp.maximum(top, logits)
+    weights, shrink = jnp.exp2(logits - new_top), jnp.exp2(top - new_top)
+    acc = acc * shrink[:, None] + weights[:, None] * jnp.where(seen, v.astype(jnp.float32), 0.0)
+    return acc, new_top, total * shrink + weights
 
 
 def _call(
@@ -125,8 +126,12 @@ def _call(
 
     def kernel(*refs):
         by_name = dict(zip((*named, "k_out", "v_out"), refs, strict=False))
-        tile, q, state, length = _begin(by_name, blocks, scale, eps, window)
-        store_results(refs[len(by_name) :], tile, attend(by_name, tile, q, state, length), 1)
+        tile, q, length = _queries(by_name, blocks, eps)
+        state = attend(by_name, tile, q, online.initial(blocks.rows, tile.column.size), length)
+        # last, since what it waits for would hold up all that attention reads
+        add = lambda state: _add_new_row(by_name, tile, q, state, scale, eps, window)  # noqa: E731
+        state = jax.lax.cond(tile.split == 0, add, lambda state: state, state)
+        store_results(refs[len(by_name) :], tile, state, 1)
 
     # never early: XLA may read the caches
     k_cache, v_cache, *results = pl.pallas_call(
