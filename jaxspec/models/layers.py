@@ -111,7 +111,10 @@ class Attention(nn.Module):
         Keys and values go to rows `start` and on; the queries see what positions `attend_at` and on see.
         """
         c = self.config
-        projected = self.qkv.parts(x, add_bias=False, early=early)
+        alone = selection is None or isinstance(selection, KVSelection)
+        one_step = alone and x.shape[1] == 1 and self.layer not in collect.queries and collect.scored_rows is None
+        # a step's large programs would start wherever the product's end first, and pile up there
+        projected = self.qkv.parts(x, add_bias=False, early=early and not one_step)
         options = {
             "bias": self.qkv.bias if c.qkv_bias else None,
             "q_scale": self.q_norm.scale if c.qk_norm else None,
@@ -123,8 +126,7 @@ class Attention(nn.Module):
         if isinstance(selection, KVSelection):
             layer = min(self.layer, selection.rows.shape[0] - 1)
             listed = {"layer": layer, "count": selection.count, "valid": selection.valid, "window": selection.window}
-        wanted = isinstance(selection, KVSelector) or self.layer in collect.queries or collect.scored_rows is not None
-        if x.shape[1] == 1 and not wanted:
+        if one_step:
             operands = (projected, *cache, *rope, start)
             if selection is None:
                 out, *kv = cached_step(*operands, attend_at, **options, **attention)

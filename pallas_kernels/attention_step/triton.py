@@ -1,7 +1,7 @@
 """Pallas-Triton kernels of `cached_step` and `sparse_step`: each program rotates the queries that it attends with.
 
-The programs of the first split also write the new cache row, and add it at their end. None reads it from the cache, where
-it may not yet be.
+The programs of the first split also write the new cache row, and add it at their end. None reads it from the cache,
+where it may not yet be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_kernels.cached_attention import blocks as cached_blocks
 from pallas_kernels.cached_attention.triton import attend_rows
 from pallas_kernels.partial_sums import load_sum
 from pallas_kernels.sparse_attention import blocks as sparse_blocks
-from pallas_kernels.sparse_attention.triton import Tile, attend_slots, result_shapes, store_results, tile_of
+from pallas_kernels.sparse_attention.triton import Tile, result_shapes, start_slots, store_results, tile_of
 from pallas_kernels.tiling import ceil_div
 
 BlockSizes = cached_blocks.BlockSizes | sparse_blocks.BlockSizes
@@ -62,19 +62,6 @@ def _projected(
     return (x * cos[None, :] + partner * jnp.where(low, -sin, sin)[None, :]).astype(dtype)
 
 
-def _queries(refs: dict[str, Any], blocks: BlockSizes, eps: float) -> tuple[Tile, jax.Array, jax.Array]:
-    """The tile, its queries [rows,H], and how many rows of the cache are visible to them besides the new one.
-
-    qkv [C,B,1,K,G+2,H]; the rest as of the public ops.
-    """
-    group, head_dim = refs["qkv"].shape[4] - 2, refs["qkv"].shape[5]
-    tile = tile_of(1, group, head_dim, refs["attend_at"], blocks.rows)
-    member = tile.head - tile.kv_head * group
-    q = _projected(refs, tile, member, tile.query == 0, refs.get("q_scale"), True, eps)
-    visible = jnp.minimum(refs["attend_at"][tile.batch] + 1, refs["start"][tile.batch])
-    return tile, q, jnp.clip(visible, 0, refs["k_cache"].shape[1])
-
-
 def _add_new_row(
     refs: dict[str, Any], tile: Tile, q: jax.Array, state: online.State, scale: float, eps: float, window: int
 ) -> online.State:
@@ -103,7 +90,7 @@ def _add_new_row(
 
 
 def _call(
-    attend: Callable[..., online.State],
+    start: Callable[..., Callable[[jax.Array, online.State], online.State]],
     operands: dict[str, jax.Array | None],
     blocks: BlockSizes,
     name: str,
@@ -114,7 +101,10 @@ def _call(
     early: bool,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs a kernel whose programs end with attend(refs, tile, queries, state, length)."""
+    """Runs a kernel whose attention to the first `length` cache rows is start(refs, tile, length)(queries, state).
+
+    qkv [C,B,1,K,G+2,H]; the other operands as of the public ops.
+    """
     named = {name: x for name, x in operands.items() if x is not None}
     # aliased operands are the last ones
     caches = {name: named.pop(name) for name in ("k_cache", "v_cache")}
@@ -126,8 +116,12 @@ def _call(
 
     def kernel(*refs):
         by_name = dict(zip((*named, "k_out", "v_out"), refs, strict=False))
-        tile, q, length = _queries(by_name, blocks, eps)
-        state = attend(by_name, tile, q, online.initial(blocks.rows, tile.column.size), length)
+        tile = tile_of(1, group, head_dim, by_name["attend_at"], blocks.rows)
+        visible = jnp.minimum(by_name["attend_at"][tile.batch] + 1, by_name["start"][tile.batch])
+        attend = start(by_name, tile, jnp.clip(visible, 0, by_name["k_cache"].shape[1]))
+        member = tile.head - tile.kv_head * group
+        q = _projected(by_name, tile, member, tile.query == 0, by_name.get("q_scale"), True, eps)
+        state = attend(q, online.initial(blocks.rows, tile.column.size))
         # last, since what it waits for would hold up all that attention reads
         add = lambda state: _add_new_row(by_name, tile, q, state, scale, eps, window)  # noqa: E731
         state = jax.lax.cond(tile.split == 0, add, lambda state: state, state)
@@ -176,15 +170,15 @@ def cached_step(
     group = qkv.shape[-2] - 2
     cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, k_cache.dtype)
 
-    def attend(refs, tile, q, state, length):
+    def start_rows(refs, tile, length):
         program = tile.batch, tile.kv_head, tile.split
         position = jnp.broadcast_to(length - 1, (cut.rows,))
-        caches = refs["k_cache"], refs["v_cache"]
-        return attend_rows(q, state, *caches, program, position, length, length, scale=scale, blocks=cut)
+        rows = (refs["k_cache"], refs["v_cache"], program, position, length, length)
+        return lambda q, state: attend_rows(q, state, *rows, scale=scale, blocks=cut)
 
     operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale)
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(attend, operands, cut, "cached_step", **options, window=0)
+    return _call(start_rows, operands, cut, "cached_step", **options, window=0)
 
 
 @dispatch.shared("window", "scale", "eps", "early", "interpret", "blocks")
@@ -216,9 +210,9 @@ def sparse_step(
     group, listed = qkv.shape[-2] - 2, rows.shape[2]
     cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, k_cache.dtype)
 
-    def attend(refs, tile, q, state, length):
+    def start_listed(refs, tile, length):
         named = (refs[name] for name in ("k_cache", "v_cache", "rows", "count", "valid", "layer"))
-        return attend_slots(tile, q, state, *named, length, scale=scale, blocks=cut, window=window)
+        return start_slots(tile, *named, length, scale=scale, blocks=cut, window=window)
 
     operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale) | {
         "rows": rows,
@@ -227,7 +221,7 @@ def sparse_step(
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(attend, operands, cut, "sparse_step", **options, window=window)
+    return _call(start_listed, operands, cut, "sparse_step", **options, window=window)
 
 
 def _operands(

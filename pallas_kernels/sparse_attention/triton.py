@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,10 +57,8 @@ def tile_of(num_rows: int, group: int, head_dim: int, start_ref: Any, rows: int)
     return Tile(batch, kv_head, split, query, head, start_ref[batch] + query, column, column < head_dim)
 
 
-def attend_slots(
+def start_slots(
     tile: Tile,
-    q: jax.Array,
-    state: online.State,
     k_ref: Any,
     v_ref: Any,
     rows_ref: Any,
@@ -72,13 +70,12 @@ def attend_slots(
     scale: float,
     blocks: BlockSizes,
     window: int,
-) -> online.State:
-    """Adds this split's slots to the state of queries [rows,H].
+) -> Callable[[jax.Array, online.State], online.State]:
+    """Loads the first listed rows and returns what adds this split's slots to the state of queries [rows,H].
 
     k, v [B,S,K,H]; rows [L,B,M]; count [B]; valid [B] with a window; layer [1]. Cache rows from `length` on are not
-    read.
+    read. Queries that are loaded in between wait for memory together with the list.
     """
-    q = online.in_registers(q)
     # The layer is an operand, so that all layers of a model share one compiled kernel.
     layer = layer_ref[0]
     listed = jnp.clip(count_ref[tile.batch], 0, rows_ref.shape[2])
@@ -90,7 +87,7 @@ def attend_slots(
         row = pltriton.load(rows_ref.at[layer, tile.batch, jnp.maximum(slot - window, 0)], mask=in_list, other=-1)
         return jnp.where(slot < window, valid + slot, row) if window else row
 
-    def attend(step, carry):
+    def attend(q, step, carry):
         state, row = carry
         # A step ahead: the address of a gather would otherwise wait for memory in the step itself.
         next_row = listed_rows(step + 1)
@@ -113,7 +110,13 @@ def attend_slots(
     steps = jnp.where(length > 0, pl.cdiv(window + listed, jnp.int32(blocks.block_m)), 0)
     begin = steps * tile.split // blocks.num_splits
     end = steps * (tile.split + 1) // blocks.num_splits
-    return jax.lax.fori_loop(begin, end, attend, (state, listed_rows(begin)))[0]
+    first = listed_rows(begin)
+
+    def run(q, state):
+        step = functools.partial(attend, online.in_registers(q))
+        return jax.lax.fori_loop(begin, end, step, (state, first))[0]
+
+    return run
 
 
 def result_shapes(
@@ -150,16 +153,15 @@ def _sparse_kernel(
     num_rows, heads, head_dim = q_ref.shape[1:]
     capacity, kv_heads = k_ref.shape[1:3]
     tile = tile_of(num_rows, heads // kv_heads, head_dim, start_ref, blocks.rows)
+    length = jnp.clip(start_ref[tile.batch] + num_rows, 0, capacity)
+    lists = rows_ref, count_ref, valid_ref, layer_ref
+    attend = start_slots(tile, k_ref, v_ref, *lists, length, scale=scale, blocks=blocks, window=window)
     q = pltriton.load(
         q_ref.at[tile.batch, tile.query[:, None], tile.head[:, None], tile.column[None, :]],
         mask=(tile.query < num_rows)[:, None] & tile.in_head[None, :],
         other=0.0,
     )
-    length = jnp.clip(start_ref[tile.batch] + num_rows, 0, capacity)
-    state = online.initial(blocks.rows, tile.column.size)
-    lists = rows_ref, count_ref, valid_ref, layer_ref
-    options = {"scale": scale, "blocks": blocks, "window": window}
-    state = attend_slots(tile, q, state, k_ref, v_ref, *lists, length, **options)
+    state = attend(q, online.initial(blocks.rows, tile.column.size))
     store_results(results, tile, state, num_rows)
 
 
