@@ -2,15 +2,16 @@
 
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
-from jaxspec.planning.plan import Plan, Planned, PlannerOptions, fitted, plan, search_plan
+from jaxspec.planning.plan import Candidate, Plan, Planned, PlannerOptions, fitted, plan, promised, search_plan
 from jaxspec.replanning import Run
-from jaxspec.types import DecodeState, Finish
+from jaxspec.types import DecodeState, Finish, LayerMask
 
 if TYPE_CHECKING:
     from jaxspec.methods.knapspec import KnapSpec
@@ -23,11 +24,14 @@ class _Memory:
     profile: LatencyProfile
     options: PlannerOptions  # with branches for all lengths of the run
     period: int  # rounds from a plan to the next
+    found: Planned | None = None  # by the last search
     plan: Plan | None = None  # what drafts now
     waiting: Plan | None = None  # chosen, and compiling in the background
     planned_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last planning
     plan_seconds: float = 0.0  # of the last planning
     counts: dict[str, Any] = field(default_factory=dict)  # at the last call
+    # accepted drafts, and accepted or rejected ones, of what was skipped while they were drafted
+    measured: dict[LayerMask, tuple[int, int]] = field(default_factory=dict)
 
 
 def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
@@ -35,36 +39,74 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
 
     Plans before the first round; afterwards if planning is due and has taken at most `planner_share` of the decoding
     time so far, this one included. Due it is once the context has grown by `growth`, or a period after the last one:
-    `replan_every` rounds, doubled each time that the plan stays. Each planning leaves a record in `run.log`. The next
-    call is put off where no planning is to be expected after `replan_every` rounds.
+    `replan_every` rounds, doubled each time that the plan stays. In between, a plan that measures worse than skipping
+    nothing, or than another plan did, is given up for that one. Each planning and each such change leaves a record in
+    `run.log`. The next call comes after a quarter of `replan_every` rounds until the plan is measured, and is put off
+    where no planning is to be expected after `replan_every` rounds.
     """
     memory = run.memory.get("knapspec")
     if memory is None:
         profile = _profile(method, run)
-        costs, length = profile.costs(method.sparse), _mean_length(run.state)
+        costs, length = profile.costs(method.sparse), _context(run.state)
         lengths = length, length + run.max_new_tokens
         options = fitted(method.planner_options, costs, profile.num_layers, lengths)
         memory = run.memory["knapspec"] = _Memory(profile, options, method.replan_every)
         started = time.perf_counter()
-        search_plan.lower(*_arguments(run), costs, options, _selection(method, run)).compile()
+        running, measured = _running(run.state), np.zeros(2, np.int32)
+        selection = _selection(method, run)
+        search_plan.lower(*_arguments(run), costs, options, selection, running, measured).compile()
         run.compile_seconds += time.perf_counter() - started
-    acceptance = _acceptance(memory, run.state)
+    acceptance = _measure(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
         memory.plan, memory.waiting = memory.waiting, None
     if memory.plan is None or _is_due(method, run, memory):
-        _consider(method, run, memory, acceptance)
-    run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
+        memory.found, seconds = _plan(method, run, memory)
+        memory.planned_at, memory.plan_seconds = (run.rounds, _context(run.state)), seconds
+        found = _choose(method, run, memory, memory.found.frontier)
+        kept = _consider(method, run, memory, found, seconds, acceptance) in ("same", "not worth it")
+        memory.period = 2 * memory.period if kept else method.replan_every
+    elif memory.waiting is None and _is_measured(method, memory):
+        found = _choose(method, run, memory, [c for c in memory.found.frontier if not c.weight])
+        if found.plan != memory.plan:
+            _consider(method, run, memory, found, 0.0, acceptance)
+    if memory.plan.num_draft and not _is_measured(method, memory):
+        run.replan_at = run.rounds + max(method.replan_every // 4, 1)
+    else:
+        run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
     return _with(method, run, memory.plan)
 
 
-def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float | None) -> None:
-    """Plans, and takes the plan over where that pays."""
-    found, seconds = _plan(method, run, memory)
-    length = _mean_length(run.state)
-    memory.planned_at, memory.plan_seconds = (run.rounds, length), seconds
+def _choose(method: "KnapSpec", run: Run, memory: _Memory, predicted: Sequence[Candidate]) -> Planned:
+    """The best of some candidates, of what was skipped so far, by the acceptance that was measured, and of not
+    speculating; as what the last search found."""
+    assert memory.found is not None
+    every, n = (True,) * memory.profile.num_layers, _context(run.state)
+    alphas = {LayerMask(every, every): 0.0}
+    alphas |= {candidate.plan.layers: candidate.alpha for candidate in predicted}
+    known = {layers: seen for layers, seen in memory.measured.items() if seen[1] >= method.reference_tokens}
+    alphas |= {layers: accepted / tried for layers, (accepted, tried) in known.items()}
+    alpha = np.array(list(alphas.values()))
+    attention, mlp = (np.array([sum(getattr(layers, kind)) for layers in alphas]) for kind in ("attn", "mlp"))
+    costs = memory.profile.costs(method.sparse)
+    value, rate = promised(alpha, attention, mlp, costs, n, memory.options)
+    best, num_draft = np.unravel_index(np.argmax(value), value.shape)
+    layers = list(alphas)[best]
+    return replace(
+        memory.found,
+        plan=Plan(layers.attn, layers.mlp, num_draft),
+        alpha=float(alpha[best]),
+        tokens_per_second=float(rate[best, num_draft]),
+        plain_tokens_per_second=float(1 / costs.plain_step(n)),
+    )
+
+
+def _consider(
+    method: "KnapSpec", run: Run, memory: _Memory, found: Planned, seconds: float, acceptance: float | None
+) -> str:
+    """Takes a plan over where that pays; returns which, and notes it."""
     record = {
         "round": run.rounds,
-        "length": length,
+        "length": _context(run.state),
         "seconds": seconds,
         "weights": found.weights,
         "attn": found.plan.attn,
@@ -75,13 +117,14 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float |
         "predicted_plain_tokens_per_second": found.plain_tokens_per_second,
         "measured_acceptance_before": acceptance,
     }
-    record["taken"] = _take(method, run, memory, found, acceptance)
-    kept = record["taken"] in ("same", "not worth it")
-    memory.period = 2 * memory.period if kept else method.replan_every
-    run.note(record)
+    taken = _take(method, run, memory, found)
+    # what is not taken over without a search would be noted at every call
+    if seconds or taken != "not worth it":
+        run.note({**record, "taken": taken})
+    return taken
 
 
-def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, acceptance: float | None) -> str:
+def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned) -> str:
     """Takes a plan over or not; returns which, for the record."""
     if memory.plan is None:
         memory.plan = found.plan
@@ -93,9 +136,10 @@ def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, accepta
         memory.plan = found.plan
         return "changed"
     costs = memory.profile.costs(method.sparse)
-    old = rate_of(costs, memory.plan, acceptance, _mean_length(run.state))
+    accepted, tried = memory.measured.get(memory.plan.layers, (0, 0))
+    old = rate_of(costs, memory.plan, accepted / tried if tried else None, _context(run.state))
     state = run.state
-    active = np.asarray(state.finish) == Finish.RUNNING
+    active = _running(state)
     left = float(np.mean(run.max_new_tokens - np.asarray(state.num_tokens)[active])) if active.any() else 0.0
     saved = left / old - left / found.tokens_per_second
     executed = method.with_plan(found.plan)
@@ -136,7 +180,7 @@ def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, Decode
 
 def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     rounds, length = memory.planned_at
-    grown = _mean_length(run.state) >= method.growth * length
+    grown = _context(run.state) >= method.growth * length
     due = grown or run.rounds - rounds >= memory.period
     return due and run.replan_seconds + memory.plan_seconds <= method.planner_share * run.decode_seconds
 
@@ -146,7 +190,7 @@ def _rounds_until_due(method: "KnapSpec", run: Run, memory: _Memory) -> int:
     if memory.waiting is not None or not run.rounds or not run.decode_seconds:
         return 0
     rounds, length = memory.planned_at
-    now, tokens = _mean_length(run.state), float(np.mean(np.asarray(run.state.stats.emitted)))
+    now, tokens = _context(run.state), float(np.mean(np.asarray(run.state.stats.emitted)))
     growth = (method.growth * length - now) * run.rounds / max(tokens, 1.0)
     seconds = (run.replan_seconds + memory.plan_seconds) / method.planner_share - run.decode_seconds
     share = seconds * run.rounds / run.decode_seconds
@@ -156,7 +200,15 @@ def _rounds_until_due(method: "KnapSpec", run: Run, memory: _Memory) -> int:
 def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
     started = time.perf_counter()
     selection = _selection(method, run)
-    found = plan(*_arguments(run), memory.profile, memory.options, selection=selection)
+    every = (True,) * memory.profile.num_layers
+    found = plan(
+        *_arguments(run),
+        memory.profile,
+        memory.options,
+        selection=selection,
+        running=_running(run.state),
+        measured=memory.measured.get(LayerMask(every, every), (0, 0)),
+    )
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
     return found, seconds
@@ -175,21 +227,36 @@ def _selection(method: "KnapSpec", run: Run) -> Any:
     return method.selection.draft_selection(run.models, run.state.replace(method_state=own))
 
 
-def _acceptance(memory: _Memory, state: DecodeState) -> float | None:
-    """The chance that a draft token was accepted since the last call: accepted / (accepted + rejected); None without
-    drafts."""
+def _measure(memory: _Memory, state: DecodeState) -> float | None:
+    """Counts what became of the drafts since the last call, and returns the chance that one was accepted: accepted /
+    (accepted + rejected); None without drafts."""
     names = ("rounds", "accepted", "drafted")
     now = {name: np.asarray(getattr(state.stats, name)).astype(np.int64) for name in names}
     before, memory.counts = memory.counts.get("rounds", np.zeros_like(now["rounds"])), now
     round_ = np.arange(now["drafted"].shape[1])
     new = (round_ >= before[:, None]) & (round_ < now["rounds"][:, None])
     accepted = int(now["accepted"][new].sum())
-    rejected = int(np.sum(now["accepted"][new] < now["drafted"][new]))
-    return accepted / (accepted + rejected) if accepted + rejected else None
+    tried = accepted + int(np.sum(now["accepted"][new] < now["drafted"][new]))
+    if memory.plan is None or not tried:
+        return None
+    so_far = memory.measured.get(memory.plan.layers, (0, 0))
+    memory.measured[memory.plan.layers] = so_far[0] + accepted, so_far[1] + tried
+    return accepted / tried
 
 
-def _mean_length(state: DecodeState) -> float:
-    return float(np.mean(np.asarray(state.length)))
+def _is_measured(method: "KnapSpec", memory: _Memory) -> bool:
+    """Whether the plan in use has been tried on as many tokens as a search judges plans on."""
+    return memory.plan is not None and memory.measured.get(memory.plan.layers, (0, 0))[1] >= method.reference_tokens
+
+
+def _running(state: DecodeState) -> np.ndarray:
+    """bool [B]: rows that have not ended."""
+    return np.asarray(state.finish) == Finish.RUNNING
+
+
+def _context(state: DecodeState) -> float:
+    """The context length that a round pays for, a row: attention leaves out those that have ended."""
+    return float(np.mean(np.where(_running(state), np.asarray(state.length), 0)))
 
 
 def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:

@@ -119,6 +119,8 @@ def plan(
     options: PlannerOptions = PlannerOptions(),
     *,
     selection: KVSelection | KVSelector | None = None,
+    running: Array | None = None,
+    measured: tuple[int, int] = (0, 0),
 ) -> Planned:
     """The draft that promises the most tokens per second after the tokens committed so far.
 
@@ -135,13 +137,17 @@ def plan(
         profile: measured latencies.
         options: how to search.
         selection: the rows that drafts attend to, at the cost that `profile.selected` states.
+        running: bool [B], rows that have not ended; the others' attention costs nothing. None: all of them.
+        measured: of drafts that skip nothing, how many tokens were accepted and how many accepted or rejected so far.
 
     Raises:
         ValueError: the profile is that of a model with another number of layers, or has no figures of a selection.
     """
     check_profile(profile, models.target)
     costs = profile.costs(selection is not None)
-    search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options, selection)
+    now = np.ones(len(length), bool) if running is None else running
+    arguments = models, cache, prompt, prompt_length, emitted, length, costs, options, selection
+    search = search_plan(*arguments, now, np.array(measured, np.int32))
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 
@@ -163,11 +169,14 @@ def search_plan(
     costs: RoundCosts,
     options: PlannerOptions,
     selection: KVSelection | KVSelector | None = None,
+    running: Array | None = None,
+    measured: Array | None = None,
 ) -> Search:
-    """`plan` as one program, which may be part of a larger one; `costs` are traced, the others as in `plan`."""
+    """`plan` as one program, which may be part of a larger one; `costs` and `measured`, int32 [2], are traced, the
+    others as in `plan`."""
     num_layers = models.target.config.num_layers
     tokens, start, valid = reference_tokens(prompt, prompt_length, emitted, length, options.reference_tokens)
-    n = jnp.mean(length.astype(jnp.float32))
+    n = jnp.mean(jnp.where(True if running is None else running, length, 0).astype(jnp.float32))
     weights, limit = _skippable(options, costs, num_layers, n, jnp)
     frontier = knapsack(
         models,
@@ -182,18 +191,41 @@ def search_plan(
         blocks=options.items == "blocks",
         selection=selection,
     )
-    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha)
-    ran = jnp.sum(frontier.attn, axis=1)[:, None], jnp.sum(frontier.mlp, axis=1)[:, None]
-    g = jnp.arange(options.max_draft + 1)
-    gained = expected_tokens(alpha[:, None], g)
-    rate = gained / costs.round(*ran, g, n)
-    value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
+    seen = (0, 0) if measured is None else (measured[0], measured[1])
+    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha, selects=selection is not None, measured=seen)
+    ran = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
+    value, rate = promised(alpha, *ran, costs, n, options)
     # not to speculate stays a choice even where a selection alone loses too much
-    kept = frontier.alive[:, None] | ((jnp.arange(options.max_cells) == 0)[:, None] & (g == 0))
-    # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
-    value = jnp.where(kept & (g < costs.rows), value, -jnp.inf)
+    plain = (jnp.arange(options.max_cells) == 0)[:, None] & (jnp.arange(options.max_draft + 1) == 0)
+    value = jnp.where(frontier.alive[:, None] | plain, value, -jnp.inf)
     best = jnp.argmax(value)
-    return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), best // g.size, best % g.size)
+    cell, num_draft = jnp.unravel_index(best, value.shape)
+    return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), cell, num_draft)
+
+
+def promised(
+    alpha: Any, num_attention: Any, num_mlp: Any, costs: RoundCosts, n: Any, options: PlannerOptions
+) -> tuple[Any, Any]:
+    """What is maximised, and tokens per second and sequence, with every number of drafts.
+
+    Args:
+        alpha: [C], chances that a draft token is accepted.
+        num_attention: [C], attention sublayers that drafts run.
+        num_mlp: [C], MLPs that they run.
+        costs: measured latencies.
+        n: context length.
+        options: how to search.
+
+    Returns:
+        Two arrays [C, max_draft + 1], of NumPy if `alpha` is one; the first is -inf where verification was not timed.
+    """
+    xp = np if isinstance(alpha, np.ndarray) else jnp
+    g = xp.arange(options.max_draft + 1)
+    gained = expected_tokens(alpha[:, None], g)
+    rate = gained / costs.round(num_attention[:, None], num_mlp[:, None], g, n)
+    per_layer = gained / (g * (num_attention + num_mlp)[:, None] / 2 + costs.num_layers)
+    # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
+    return xp.where(g < costs.rows, per_layer if options.value == "tpl" else rate, -xp.inf), rate
 
 
 def sublayer_weights(costs: RoundCosts, n: Any, clip: int, xp: Any = jnp) -> Any:
@@ -239,13 +271,30 @@ def largest_weight(num_layers: int, options: PlannerOptions) -> int:
     return 1
 
 
-def acceptance_of(hits: Any, count: Any, kind: str) -> Any:
-    """The predicted chance of acceptance: (hits + 1) / (count + 2), or `raw` hits / count.
+def acceptance_of(
+    hits: Any, count: Any, kind: str, *, selects: bool = False, measured: tuple[Any, Any] = (0, 0)
+) -> Any:
+    """The predicted chances of acceptance [C] of cells, the first of which skips nothing.
 
-    The first is the mean of a uniform prior's posterior (Laplace): a raw 1 on a few tokens would always ask for the
-    longest drafts.
+    `raw` is hits / count. `smoothed` asks the reference tokens only what skipping costs: of the tokens that cell 0
+    hits, h0, the share (h + 1) / (h0 + 2) is left to a cell with h hits, the mean of a uniform prior's posterior
+    (Laplace). What cell 0 itself is worth is known better: without a selection it is the model, and accepted whole,
+    and with one its drafts are measured while decoding. A raw 1 on few tokens would always ask for the longest drafts.
+
+    Args:
+        hits: int [C], of each cell.
+        count: reference tokens.
+        kind: `smoothed` or `raw`.
+        selects: drafts attend to selected rows, so that those that skip nothing may be rejected.
+        measured: accepted drafts that skipped nothing, and accepted or rejected ones; they count like reference tokens.
     """
-    return hits / count if kind == "raw" else (hits + 1) / (count + 2)
+    if kind == "raw":
+        return hits / count
+    accepted, tried = measured
+    base = (accepted + hits[0] + selects) / (tried + count + 2 * selects)
+    left = (hits + 1) / (hits[0] + 2)
+    # a cell that hits more than cell 0 does so by chance
+    return base * jnp.where(jnp.arange(hits.size) == 0, 1, jnp.minimum(left, 1))
 
 
 def read_search(search: Search) -> Planned:

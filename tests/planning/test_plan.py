@@ -81,16 +81,50 @@ def test_the_best_cell_and_number_of_drafts_are_chosen(profile):
         assert found.plan == Plan((True,) * LAYERS, (True,) * LAYERS, 0)
     else:
         assert found.plan.num_draft == OPTIONS.max_draft
-    assert found.frontier[0].alpha == pytest.approx(9 / 10)
 
 
 def test_raw_and_smoothed_acceptance():
+    """Drafts without a selection that skip nothing are the model's own tokens, whatever the number of tokens seen."""
     raw = search(CHEAP_DRAFTS, dataclasses.replace(OPTIONS, alpha="raw"))
     smoothed = search(CHEAP_DRAFTS)
-    for c, other in zip(raw.frontier, smoothed.frontier, strict=True):
+    for c, other in zip(raw.frontier[1:], smoothed.frontier[1:], strict=True):
         assert other.alpha == pytest.approx((8 * c.alpha + 1) / 10)
-    assert raw.frontier[0].alpha == 1
-    assert acceptance_of(0, 8, "smoothed") == pytest.approx(0.1)
+    assert raw.frontier[0].alpha == smoothed.frontier[0].alpha == 1
+
+
+def test_what_skipping_costs_is_judged_beside_skipping_nothing():
+    """Of 30 tokens that drafts over selected rows hit, 27 and 30 are left, and 31 by chance. Those drafts themselves
+    are worth (30 + 1) / (32 + 2), and after 600 of which 580 were accepted (580 + 31) / (600 + 34)."""
+    hits = np.array([30, 27, 30, 31])
+    left = np.array([1, 28 / 32, 31 / 32, 1])
+    predicted = acceptance_of(hits, 32, "smoothed", selects=True)
+    np.testing.assert_allclose(predicted, 31 / 34 * left, rtol=1e-6)
+    measured = acceptance_of(hits, 32, "smoothed", selects=True, measured=(580, 600))
+    np.testing.assert_allclose(measured, 611 / 634 * left, rtol=1e-6)
+    # without a selection only rounding tells them from the model, and they are not smoothed
+    for seen, base in (((0, 0), 1), ((580, 600), 612 / 632)):
+        found = acceptance_of(np.array([32, 27]), 32, "smoothed", measured=seen)
+        np.testing.assert_allclose(found, [base, base * 28 / 34], rtol=1e-6)
+    np.testing.assert_allclose(acceptance_of(hits, 32, "raw", selects=True, measured=(580, 600)), hits / 32)
+
+
+def test_what_was_measured_of_skipping_nothing_counts_in_a_search():
+    """8 reference tokens, all of which a selection of every row hits, and 90 of 98 drafts."""
+    every = np.broadcast_to(np.arange(32, dtype=np.int32), (1, 2, 32))
+    selection = KVSelection(rows=every, valid=LENGTHS, window=40)
+    before = search(CHEAP_DRAFTS, selection=selection).frontier
+    after = search(CHEAP_DRAFTS, selection=selection, measured=(90, 98)).frontier
+    assert before[0].alpha == pytest.approx(9 / 10)
+    for c, other in zip(before, after, strict=True):
+        assert other.alpha / c.alpha == pytest.approx((99 / 108) / (9 / 10))
+
+
+def test_rows_that_have_ended_cost_no_attention():
+    """Of rows of 30 and 21 tokens the second one runs: its attention is half a row's, over 21."""
+    slow = dataclasses.replace(CHEAP_DRAFTS, attention=Line(1.0, 0.0), verify_attention=Line(2.0, 0.0))
+    found = search(slow, running=np.array([False, True]))
+    assert 1 / found.plain_tokens_per_second == pytest.approx(slow.costs().plain_step(21 / 2))
+    assert 1 / search(slow).plain_tokens_per_second == pytest.approx(slow.costs().plain_step((30 + 21) / 2))
 
 
 def test_blocks_by_tokens_per_layer_is_clasp():
@@ -122,7 +156,8 @@ def test_a_selection_is_what_the_cells_read():
     whole = over(every)
     for c, other in zip(whole.frontier, found.frontier, strict=True):
         assert c.similarity == pytest.approx(other.similarity, abs=1e-5)
-        assert c.alpha == other.alpha
+        if c.weight:
+            assert c.alpha == pytest.approx(0.9 * other.alpha)  # 8 hits of 8 say no more of a selection
         assert c.tokens_per_second == pytest.approx(predicted(c, c.plan.num_draft, CHEAP_DRAFTS, True), rel=1e-5)
     few = over(first)
     assert few.frontier[0].similarity < 0.999
