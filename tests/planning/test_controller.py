@@ -1,5 +1,6 @@
 """When a new plan is made and taken over: clocks and plans by hand, nothing is computed."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -7,27 +8,35 @@ import numpy as np
 import pytest
 
 from jaxspec import KnapSpec, Plan
-from jaxspec.planning import LatencyProfile, Line, Planned, controller
+from jaxspec.planning import Candidate, LatencyProfile, Line, Planned, controller
 from jaxspec.replanning import Run
 from jaxspec.types import Finish, Stats
 
 LINE = Line(0.0, 1e-3)
+EVERY = (True, True)
 PROFILE = LatencyProfile(2, 1, 11, LINE, 1e-3, 1e-3, LINE, 1e-3, 1e-3, 0.0)  # a plain step takes 5 ms
+SLOW = dataclasses.replace(PROFILE, overhead=5e-3)  # 10 ms
 ONE, TWO = Plan((True, False), (True, True), 2), Plan((True, True), (True, False), 2)
 
 
 class Stage:
-    """A run whose planner and compiler do as they are told, and a clock that only they and `decode` move."""
+    """A run whose planner and compiler do as they are told, and a clock that only they and `decode` move.
 
-    def __init__(self, monkeypatch, new_tokens=1000, compile_seconds=0.5, **options):
+    Planning finds `found`, and nothing is better in between; or with a `frontier` the controller chooses itself.
+    """
+
+    def __init__(self, monkeypatch, new_tokens=1000, compile_seconds=0.5, frontier=None, profile=PROFILE, **options):
         self.now, self.plan_seconds, self.compile_seconds = 0.0, 0.01, compile_seconds
         self.found, self.planned, self.compiled, self.gate = ONE, [], [], None
-        self.method = KnapSpec(profile=PROFILE, **options)
+        self.frontier, self.searched, self.arguments = frontier, False, []
+        self.method = KnapSpec(profile=profile, **options)
         self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(controller, "time", clock)
         monkeypatch.setattr("jaxspec.replanning.time", clock)
         monkeypatch.setattr(controller, "plan", self.plan)
+        if frontier is None:
+            monkeypatch.setattr(controller, "_choose", self.choose)
         monkeypatch.setattr(controller, "_arguments", lambda run: ())
         monkeypatch.setattr(controller, "search_plan", SimpleNamespace(
             lower=lambda *_: SimpleNamespace(compile=lambda: None)))  # fmt: skip
@@ -43,11 +52,17 @@ class Stage:
             stats=Stats(np.array([rounds]), np.array([emitted]), 2 * trace, accepted * trace),
         )
 
-    def plan(self, *_, selection):
+    def plan(self, *_, **arguments):
         self.now += self.plan_seconds
         self.planned.append(self.run.rounds)
+        self.searched = True
+        self.arguments.append(arguments)
         rate = 400.0 if self.found == ONE else 500.0
-        return Planned(self.found, 0.9, rate, 200.0, (1, 1), ())
+        return Planned(self.found, 0.9, rate, 200.0, (1, 1), self.frontier or ())
+
+    def choose(self, method, run, memory, predicted):
+        searched, self.searched = self.searched, False
+        return memory.found if searched else dataclasses.replace(memory.found, plan=memory.plan)
 
     def lower(self, method):
         def compile():
@@ -215,10 +230,10 @@ def test_a_plan_that_does_not_pay_lengthens_the_period(monkeypatch):
 )
 def test_the_next_call_is_put_off_until_planning_is_due(monkeypatch, seconds, growth, rounds):
     """By its share, period or the growth, whichever decides, at 10 ms and half a token per round."""
-    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth)
+    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth, reference_tokens=16)
     stage.plan_seconds = seconds
     stage.replan()
-    assert stage.run.replan_at == 0  # nothing is known yet
+    assert stage.run.replan_at == 16  # nothing is known yet
     stage.decode(0.64, 32, 132)
     stage.replan()
     assert stage.run.replan_at == pytest.approx(rounds, abs=1)
@@ -231,3 +246,69 @@ def test_growth_asks_for_a_plan_before_the_period_is_over(monkeypatch):
         stage.decode(10.0, 30, length, rounds=10)
         stage.replan()
         assert len(stage.planned) == planned
+
+
+def beside_nothing(alpha):
+    """A frontier of two: skipping nothing, accepted whole, makes 3 tokens in 2 * 5 + 10 ms, 150 a second; ONE in 8 +
+    10 ms 151 at alpha = 0.9. A plain step makes 100."""
+    nothing = Candidate(Plan(EVERY, EVERY, 2), 0, 1.0, 1.0, 0.0)
+    return nothing, Candidate(ONE, 1, 0.9, alpha, 0.0)
+
+
+def test_the_best_of_the_frontier_is_taken(monkeypatch):
+    for alpha, expected in ((0.9, ONE), (0.88, Plan(EVERY, EVERY, 2))):
+        stage = Stage(monkeypatch, frontier=beside_nothing(alpha), profile=SLOW, max_draft=2)
+        assert stage.replan() == expected
+    assert stage.run.log[0]["predicted_acceptance"] == 1
+    assert stage.run.log[0]["predicted_tokens_per_second"] == pytest.approx(150)
+    assert stage.run.log[0]["predicted_plain_tokens_per_second"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("execution", ["static", "traced"])
+def test_a_plan_that_measures_worse_is_given_up_without_a_search(monkeypatch, execution):
+    """ONE at alpha = 0.5 makes 1.5 tokens in 4 + 10 ms, 107 a second; skipping nothing, if no draft is accepted, 67."""
+    options = {"max_draft": 2, "profile": SLOW, "execution": execution, "compile_seconds": 0.01}
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), **options)
+    monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
+    assert stage.replan() == ONE
+    # 15 rounds with one draft accepted and one rejected are fewer drafts than a search looks at
+    stage.decode(0.1, 30, 130, rounds=15, accepted=1)
+    assert stage.replan() == ONE
+    assert stage.run.replan_at == 15 + 16
+    stage.decode(0.1, 60, 160, rounds=15, accepted=1)
+    assert stage.replan() == Plan(EVERY, EVERY, 2)
+    assert stage.run.log[-1]["taken"] == "changed"
+    assert (stage.run.log[-1]["seconds"], stage.run.log[-1]["measured_acceptance_before"]) == (0.0, 0.5)
+    # which fails as well: then ONE is better with a single draft, and if it never hits plain decoding
+    stage.decode(0.1, 100, 200, rounds=70, accepted=0)
+    assert stage.replan() == dataclasses.replace(ONE, num_draft=1)
+    stage.decode(0.1, 400, 500, rounds=300, accepted=0)
+    assert stage.replan() == Plan(EVERY, EVERY, 0)
+    assert stage.planned == [0]
+    assert len(stage.run.log) == 4
+
+
+def test_a_plan_that_measures_well_stays(monkeypatch):
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), profile=SLOW, max_draft=2, compile_seconds=0.0)
+    stage.replan()
+    stage.decode(0.1, 90, 120, rounds=30, accepted=2)
+    assert stage.replan() == ONE
+    assert len(stage.run.log) == 1
+
+
+def test_a_search_is_told_what_skipping_nothing_measured_and_which_rows_run(monkeypatch):
+    """30 rounds of two drafts, all accepted, of the row that runs; the other one ended at 100 tokens."""
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.1), profile=SLOW, max_draft=2, planner_share=1.0)
+    stage.replan()
+    assert stage.arguments[0]["measured"] == (0, 0)
+    stage.decode(1.0, 90, 190)
+    state = stage.run.state
+    stats = Stats(*(np.concatenate([0 * x, x]) for x in dataclasses.astuple(state.stats)))
+    finish = np.array([Finish.EOS, Finish.RUNNING])
+    stage.run.state = SimpleNamespace(
+        length=np.array([100, 190]), num_tokens=np.array([1, 91]), finish=finish, stats=stats
+    )
+    stage.replan()
+    assert stage.arguments[1]["measured"] == (60, 60)
+    assert stage.arguments[1]["running"].tolist() == [False, True]
+    assert stage.run.log[-1]["length"] == 190 / 2
