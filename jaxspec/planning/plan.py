@@ -192,7 +192,8 @@ def search_plan(
         selection=selection,
     )
     seen = (0, 0) if measured is None else (measured[0], measured[1])
-    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha, selects=selection is not None, measured=seen)
+    hits = frontier.hits if options.alpha == "raw" else credible_hits(frontier)
+    alpha = acceptance_of(hits, frontier.count, options.alpha, selects=selection is not None, measured=seen)
     ran = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
     value, rate = promised(alpha, *ran, costs, n, options)
     # not to speculate stays a choice even where a selection alone loses too much
@@ -271,6 +272,16 @@ def largest_weight(num_layers: int, options: PlannerOptions) -> int:
     return 1
 
 
+def credible_hits(frontier: Frontier) -> Array:
+    """int32 [C]: a cell's hits, or those of a cell that skips no more sublayers of either kind, if that has fewer.
+
+    To skip more and to hit more is chance, and the best of many cells is one that had it.
+    """
+    attention, mlp = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
+    skips_less = frontier.alive & (attention[:, None] <= attention) & (mlp[:, None] <= mlp)
+    return jnp.min(jnp.where(skips_less, frontier.hits, frontier.hits[:, None]), axis=1)
+
+
 def acceptance_of(
     hits: Any, count: Any, kind: str, *, selects: bool = False, measured: tuple[Any, Any] = (0, 0)
 ) -> Any:
@@ -282,7 +293,7 @@ def acceptance_of(
     and with one its drafts are measured while decoding. A raw 1 on few tokens would always ask for the longest drafts.
 
     Args:
-        hits: int [C], of each cell.
+        hits: int [C], of each cell; for `smoothed` none above the first one's.
         count: reference tokens.
         kind: `smoothed` or `raw`.
         selects: drafts attend to selected rows, so that those that skip nothing may be rejected.
@@ -292,9 +303,7 @@ def acceptance_of(
         return hits / count
     accepted, tried = measured
     base = (accepted + hits[0] + selects) / (tried + count + 2 * selects)
-    left = (hits + 1) / (hits[0] + 2)
-    # a cell that hits more than cell 0 does so by chance
-    return base * jnp.where(jnp.arange(hits.size) == 0, 1, jnp.minimum(left, 1))
+    return base * jnp.where(jnp.arange(hits.size) == 0, 1, (hits + 1) / (hits[0] + 2))
 
 
 def read_search(search: Search) -> Planned:

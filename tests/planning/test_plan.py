@@ -16,7 +16,7 @@ from jaxspec.methods import Models
 from jaxspec.models import init_cache
 from jaxspec.planning import Line, Plan, PlannerOptions, expected_tokens, plan
 from jaxspec.planning.measure import measured_profile
-from jaxspec.planning.plan import acceptance_of, fitted, largest_weight, sublayer_weights
+from jaxspec.planning.plan import acceptance_of, credible_hits, fitted, largest_weight, sublayer_weights
 from jaxspec.types import KVSelection, KVSelector
 from tests.reference import tiny_model
 
@@ -88,15 +88,17 @@ def test_raw_and_smoothed_acceptance():
     raw = search(CHEAP_DRAFTS, dataclasses.replace(OPTIONS, alpha="raw"))
     smoothed = search(CHEAP_DRAFTS)
     for c, other in zip(raw.frontier[1:], smoothed.frontier[1:], strict=True):
-        assert other.alpha == pytest.approx((8 * c.alpha + 1) / 10)
+        p = c.plan
+        beside = [x for x in raw.frontier if x.plan.num_attention >= p.num_attention and x.plan.num_mlp >= p.num_mlp]
+        assert other.alpha == pytest.approx((8 * min(x.alpha for x in beside) + 1) / 10)
     assert raw.frontier[0].alpha == smoothed.frontier[0].alpha == 1
 
 
 def test_what_skipping_costs_is_judged_beside_skipping_nothing():
-    """Of 30 tokens that drafts over selected rows hit, 27 and 30 are left, and 31 by chance. Those drafts themselves
-    are worth (30 + 1) / (32 + 2), and after 600 of which 580 were accepted (580 + 31) / (600 + 34)."""
-    hits = np.array([30, 27, 30, 31])
-    left = np.array([1, 28 / 32, 31 / 32, 1])
+    """Of 30 tokens that drafts over selected rows hit, 27 and 30 are left. Those drafts themselves are worth
+    (30 + 1) / (32 + 2), and after 600 of which 580 were accepted (580 + 31) / (600 + 34)."""
+    hits = np.array([30, 27, 30])
+    left = np.array([1, 28 / 32, 31 / 32])
     predicted = acceptance_of(hits, 32, "smoothed", selects=True)
     np.testing.assert_allclose(predicted, 31 / 34 * left, rtol=1e-6)
     measured = acceptance_of(hits, 32, "smoothed", selects=True, measured=(580, 600))
@@ -106,6 +108,19 @@ def test_what_skipping_costs_is_judged_beside_skipping_nothing():
         found = acceptance_of(np.array([32, 27]), 32, "smoothed", measured=seen)
         np.testing.assert_allclose(found, [base, base * 28 / 34], rtol=1e-6)
     np.testing.assert_allclose(acceptance_of(hits, 32, "raw", selects=True, measured=(580, 600)), hits / 32)
+
+
+def test_to_skip_more_and_to_hit_more_is_chance():
+    """Cells that skip (attention, MLPs) are worth no more than one that is alive and skips no more of both."""
+    skips = np.array([(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)])
+    layers = np.arange(3)
+    frontier = SimpleNamespace(
+        alive=np.array([True, True, True, True, False, True]),
+        attn=layers >= skips[:, :1],
+        mlp=layers >= skips[:, 1:],
+        hits=np.array([30, 28, 20, 29, 5, 31]),
+    )
+    np.testing.assert_array_equal(credible_hits(frontier), [30, 28, 20, 20, 5, 20])
 
 
 def test_what_was_measured_of_skipping_nothing_counts_in_a_search():
