@@ -16,6 +16,8 @@ from jaxspec.types import DecodeState, Finish, LayerMask
 if TYPE_CHECKING:
     from jaxspec.methods.knapspec import KnapSpec
 
+MEASURED = 4  # times as many drafts tried as a search has reference tokens: half the error
+
 
 @dataclass
 class _Memory:
@@ -65,11 +67,11 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
         found = _choose(method, run, memory, memory.found.frontier)
         kept = _consider(method, run, memory, found, seconds, acceptance) in ("same", "not worth it")
         memory.period = 2 * memory.period if kept else method.replan_every
-    elif memory.waiting is None and _is_measured(method, memory):
+    elif memory.waiting is None and _is_measured(method, memory, memory.plan.layers):
         found = _choose(method, run, memory, [c for c in memory.found.frontier if not c.weight])
         if found.plan != memory.plan:
             _consider(method, run, memory, found, 0.0, acceptance)
-    if memory.plan.num_draft and not _is_measured(method, memory):
+    if memory.plan.num_draft and not _is_measured(method, memory, memory.plan.layers):
         run.replan_at = run.rounds + max(method.replan_every // 4, 1)
     else:
         run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
@@ -83,8 +85,11 @@ def _choose(method: "KnapSpec", run: Run, memory: _Memory, predicted: Sequence[C
     every, n = (True,) * memory.profile.num_layers, _context(run.state)
     alphas = {LayerMask(every, every): 0.0}
     alphas |= {candidate.plan.layers: candidate.alpha for candidate in predicted}
-    known = {layers: seen for layers, seen in memory.measured.items() if seen[1] >= method.reference_tokens}
-    alphas |= {layers: accepted / tried for layers, (accepted, tried) in known.items()}
+    alphas |= {
+        layers: accepted / tried
+        for layers, (accepted, tried) in memory.measured.items()
+        if _is_measured(method, memory, layers)
+    }
     alpha = np.array(list(alphas.values()))
     attention, mlp = (np.array([sum(getattr(layers, kind)) for layers in alphas]) for kind in ("attn", "mlp"))
     costs = memory.profile.costs(method.sparse)
@@ -244,9 +249,9 @@ def _measure(memory: _Memory, state: DecodeState) -> float | None:
     return accepted / tried
 
 
-def _is_measured(method: "KnapSpec", memory: _Memory) -> bool:
-    """Whether the plan in use has been tried on as many tokens as a search judges plans on."""
-    return memory.plan is not None and memory.measured.get(memory.plan.layers, (0, 0))[1] >= method.reference_tokens
+def _is_measured(method: "KnapSpec", memory: _Memory, layers: LayerMask) -> bool:
+    """Whether drafts of these sublayers were tried on so many tokens that what a search predicts is of no more use."""
+    return memory.measured.get(layers, (0, 0))[1] >= MEASURED * method.reference_tokens
 
 
 def _running(state: DecodeState) -> np.ndarray:

@@ -120,7 +120,7 @@ def plan(
     *,
     selection: KVSelection | KVSelector | None = None,
     running: Array | None = None,
-    measured: tuple[int, int] = (0, 0),
+    measured: tuple[int, int] | None = None,
 ) -> Planned:
     """The draft that promises the most tokens per second after the tokens committed so far.
 
@@ -138,16 +138,16 @@ def plan(
         options: how to search.
         selection: the rows that drafts attend to, at the cost that `profile.selected` states.
         running: bool [B], rows that have not ended; the others' attention costs nothing. None: all of them.
-        measured: of drafts that skip nothing, how many tokens were accepted and how many accepted or rejected so far.
+        measured: how many drafts that skip nothing were accepted so far, and how many accepted or rejected.
 
     Raises:
         ValueError: the profile is that of a model with another number of layers, or has no figures of a selection.
     """
     check_profile(profile, models.target)
     costs = profile.costs(selection is not None)
-    now = np.ones(len(length), bool) if running is None else running
+    seen = None if measured is None else np.array(measured, np.int32)
     arguments = models, cache, prompt, prompt_length, emitted, length, costs, options, selection
-    search = search_plan(*arguments, now, np.array(measured, np.int32))
+    search = search_plan(*arguments, running, seen)
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 

@@ -230,7 +230,7 @@ def test_a_plan_that_does_not_pay_lengthens_the_period(monkeypatch):
 )
 def test_the_next_call_is_put_off_until_planning_is_due(monkeypatch, seconds, growth, rounds):
     """By its share, period or the growth, whichever decides, at 10 ms and half a token per round."""
-    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth, reference_tokens=16)
+    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth, reference_tokens=5)
     stage.plan_seconds = seconds
     stage.replan()
     assert stage.run.replan_at == 16  # nothing is known yet
@@ -268,10 +268,10 @@ def test_the_best_of_the_frontier_is_taken(monkeypatch):
 def test_a_plan_that_measures_worse_is_given_up_without_a_search(monkeypatch, execution):
     """ONE at alpha = 0.5 makes 1.5 tokens in 4 + 10 ms, 107 a second; skipping nothing, if no draft is accepted, 67."""
     options = {"max_draft": 2, "profile": SLOW, "execution": execution, "compile_seconds": 0.01}
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), **options)
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), reference_tokens=8, **options)
     monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
     assert stage.replan() == ONE
-    # 15 rounds with one draft accepted and one rejected are fewer drafts than a search looks at
+    # 15 rounds with one draft accepted and one rejected are too few: 4 * 8 drafts count
     stage.decode(0.1, 30, 130, rounds=15, accepted=1)
     assert stage.replan() == ONE
     assert stage.run.replan_at == 15 + 16
@@ -289,7 +289,7 @@ def test_a_plan_that_measures_worse_is_given_up_without_a_search(monkeypatch, ex
 
 
 def test_a_plan_that_measures_well_stays(monkeypatch):
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), profile=SLOW, max_draft=2, compile_seconds=0.0)
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), profile=SLOW, max_draft=2, reference_tokens=8)
     stage.replan()
     stage.decode(0.1, 90, 120, rounds=30, accepted=2)
     assert stage.replan() == ONE
