@@ -32,8 +32,8 @@ class _Memory:
     planned_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last planning
     plan_seconds: float = 0.0  # of the last planning
     counts: dict[str, Any] = field(default_factory=dict)  # at the last call
-    # accepted drafts, and accepted or rejected ones, of what was skipped while they were drafted
-    measured: dict[LayerMask, tuple[int, int]] = field(default_factory=dict)
+    # int64 [2, B]: accepted drafts, and accepted or rejected ones, by the sublayers that they ran
+    measured: dict[LayerMask, np.ndarray] = field(default_factory=dict)
 
 
 def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
@@ -43,8 +43,7 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     time so far, this one included. Due it is once the context has grown by `growth`, or a period after the last one:
     `replan_every` rounds, doubled each time that the plan stays. In between, a plan that measures worse than skipping
     nothing, or than another plan did, is given up for that one. Each planning and each such change leaves a record in
-    `run.log`. The next call comes after a quarter of `replan_every` rounds until the plan is measured, and is put off
-    where no planning is to be expected after `replan_every` rounds.
+    `run.log`. The next call comes after `replan_every` rounds, or a quarter of them until the plan is measured.
     """
     memory = run.memory.get("knapspec")
     if memory is None:
@@ -67,14 +66,12 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
         found = _choose(method, run, memory, memory.found.frontier)
         kept = _consider(method, run, memory, found, seconds, acceptance) in ("same", "not worth it")
         memory.period = 2 * memory.period if kept else method.replan_every
-    elif memory.waiting is None and _is_measured(method, memory, memory.plan.layers):
+    elif memory.waiting is None and _is_measured(method, run, memory, memory.plan):
         found = _choose(method, run, memory, [c for c in memory.found.frontier if not c.weight])
         if found.plan != memory.plan:
             _consider(method, run, memory, found, 0.0, acceptance)
-    if memory.plan.num_draft and not _is_measured(method, memory, memory.plan.layers):
+    if memory.plan.num_draft and not _is_measured(method, run, memory, memory.plan):
         run.replan_at = run.rounds + max(method.replan_every // 4, 1)
-    else:
-        run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
     return _with(method, run, memory.plan)
 
 
@@ -85,11 +82,10 @@ def _choose(method: "KnapSpec", run: Run, memory: _Memory, predicted: Sequence[C
     every, n = (True,) * memory.profile.num_layers, _context(run.state)
     alphas = {LayerMask(every, every): 0.0}
     alphas |= {candidate.plan.layers: candidate.alpha for candidate in predicted}
-    alphas |= {
-        layers: accepted / tried
-        for layers, (accepted, tried) in memory.measured.items()
-        if _is_measured(method, memory, layers)
-    }
+    for layers in memory.measured:
+        accepted, tried = _measured(run, memory, layers)
+        if tried >= MEASURED * method.reference_tokens:
+            alphas[layers] = accepted / tried
     alpha = np.array(list(alphas.values()))
     attention, mlp = (np.array([sum(getattr(layers, kind)) for layers in alphas]) for kind in ("attn", "mlp"))
     costs = memory.profile.costs(method.sparse)
@@ -141,7 +137,7 @@ def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned) -> str:
         memory.plan = found.plan
         return "changed"
     costs = memory.profile.costs(method.sparse)
-    accepted, tried = memory.measured.get(memory.plan.layers, (0, 0))
+    accepted, tried = _measured(run, memory, memory.plan.layers)
     old = rate_of(costs, memory.plan, accepted / tried if tried else None, _context(run.state))
     state = run.state
     active = _running(state)
@@ -190,18 +186,6 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     return due and run.replan_seconds + memory.plan_seconds <= method.planner_share * run.decode_seconds
 
 
-def _rounds_until_due(method: "KnapSpec", run: Run, memory: _Memory) -> int:
-    """Rounds until `_is_due` is true, at the speed and with the tokens per round so far; 0 where that is not known."""
-    if memory.waiting is not None or not run.rounds or not run.decode_seconds:
-        return 0
-    rounds, length = memory.planned_at
-    now, tokens = _context(run.state), float(np.mean(np.asarray(run.state.stats.emitted)))
-    growth = (method.growth * length - now) * run.rounds / max(tokens, 1.0)
-    seconds = (run.replan_seconds + memory.plan_seconds) / method.planner_share - run.decode_seconds
-    share = seconds * run.rounds / run.decode_seconds
-    return int(min(max(min(growth, rounds + memory.period - run.rounds), share), 2.0**30))
-
-
 def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
     started = time.perf_counter()
     selection = _selection(method, run)
@@ -212,7 +196,7 @@ def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float
         memory.options,
         selection=selection,
         running=_running(run.state),
-        measured=memory.measured.get(LayerMask(every, every), (0, 0)),
+        measured=_measured(run, memory, LayerMask(every, every)),
     )
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
@@ -240,18 +224,27 @@ def _measure(memory: _Memory, state: DecodeState) -> float | None:
     before, memory.counts = memory.counts.get("rounds", np.zeros_like(now["rounds"])), now
     round_ = np.arange(now["drafted"].shape[1])
     new = (round_ >= before[:, None]) & (round_ < now["rounds"][:, None])
-    accepted = int(now["accepted"][new].sum())
-    tried = accepted + int(np.sum(now["accepted"][new] < now["drafted"][new]))
-    if memory.plan is None or not tried:
+    accepted = np.sum(now["accepted"], axis=1, where=new)
+    tried = accepted + np.sum(now["accepted"] < now["drafted"], axis=1, where=new)
+    if memory.plan is None or not tried.any():
         return None
-    so_far = memory.measured.get(memory.plan.layers, (0, 0))
-    memory.measured[memory.plan.layers] = so_far[0] + accepted, so_far[1] + tried
-    return accepted / tried
+    layers, counts = memory.plan.layers, np.stack([accepted, tried])
+    memory.measured[layers] = memory.measured.get(layers, 0) + counts
+    return float(accepted.sum() / tried.sum())
 
 
-def _is_measured(method: "KnapSpec", memory: _Memory, layers: LayerMask) -> bool:
-    """Whether drafts of these sublayers were tried on so many tokens that what a search predicts is of no more use."""
-    return memory.measured.get(layers, (0, 0))[1] >= MEASURED * method.reference_tokens
+def _measured(run: Run, memory: _Memory, layers: LayerMask) -> tuple[int, int]:
+    """Drafts of these sublayers that were accepted, and that were accepted or rejected, of the rows that still run: the
+    others' are easier, as they ended first."""
+    if layers not in memory.measured:
+        return 0, 0
+    accepted, tried = memory.measured[layers][:, _running(run.state)].sum(axis=1)
+    return int(accepted), int(tried)
+
+
+def _is_measured(method: "KnapSpec", run: Run, memory: _Memory, plan: Plan) -> bool:
+    """Whether a plan's drafts were tried so often that what a search predicts is of no more use."""
+    return _measured(run, memory, plan.layers)[1] >= MEASURED * method.reference_tokens
 
 
 def _running(state: DecodeState) -> np.ndarray:

@@ -219,26 +219,6 @@ def test_a_plan_that_does_not_pay_lengthens_the_period(monkeypatch):
     assert {record["taken"] for record in stage.run.log[1:]} == {"not worth it"}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "growth", "rounds"),
-    [
-        (0.1, 1000.0, 1000),  # two plans are 2% of 10 s
-        (0.1, 1.25, 1000),
-        (1e-6, 1000.0, 64 + 128),  # the plan has stayed once
-        (1e-6, 1.25, 64 + 66),  # 33 tokens more
-    ],
-)
-def test_the_next_call_is_put_off_until_planning_is_due(monkeypatch, seconds, growth, rounds):
-    """By its share, period or the growth, whichever decides, at 10 ms and half a token per round."""
-    stage = Stage(monkeypatch, new_tokens=10**6, growth=growth, reference_tokens=5)
-    stage.plan_seconds = seconds
-    stage.replan()
-    assert stage.run.replan_at == 16  # nothing is known yet
-    stage.decode(0.64, 32, 132)
-    stage.replan()
-    assert stage.run.replan_at == pytest.approx(rounds, abs=1)
-
-
 def test_growth_asks_for_a_plan_before_the_period_is_over(monkeypatch):
     stage = Stage(monkeypatch, replan_every=1000)
     stage.replan()
@@ -297,13 +277,14 @@ def test_a_plan_that_measures_well_stays(monkeypatch):
 
 
 def test_a_search_is_told_what_skipping_nothing_measured_and_which_rows_run(monkeypatch):
-    """30 rounds of two drafts, all accepted, of the row that runs; the other one ended at 100 tokens."""
+    """30 rounds of two drafts, all accepted, of the row that runs; the other one ended, all of its drafts rejected."""
     stage = Stage(monkeypatch, frontier=beside_nothing(0.1), profile=SLOW, max_draft=2, planner_share=1.0)
     stage.replan()
     assert stage.arguments[0]["measured"] == (0, 0)
     stage.decode(1.0, 90, 190)
     state = stage.run.state
-    stats = Stats(*(np.concatenate([0 * x, x]) for x in dataclasses.astuple(state.stats)))
+    rounds, emitted, drafted, accepted = dataclasses.astuple(state.stats)
+    stats = Stats(np.array([30, 30]), np.array([30, 90]), np.tile(drafted, (2, 1)), accepted * np.array([[0], [1]]))
     finish = np.array([Finish.EOS, Finish.RUNNING])
     stage.run.state = SimpleNamespace(
         length=np.array([100, 190]), num_tokens=np.array([1, 91]), finish=finish, stats=stats
@@ -312,3 +293,4 @@ def test_a_search_is_told_what_skipping_nothing_measured_and_which_rows_run(monk
     assert stage.arguments[1]["measured"] == (60, 60)
     assert stage.arguments[1]["running"].tolist() == [False, True]
     assert stage.run.log[-1]["length"] == 190 / 2
+    assert stage.run.log[-1]["measured_acceptance_before"] == pytest.approx(60 / 90)
