@@ -283,7 +283,7 @@ def test_a_search_is_told_what_skipping_nothing_measured_and_which_rows_run(monk
     assert stage.arguments[0]["measured"] == (0, 0)
     stage.decode(1.0, 90, 190)
     state = stage.run.state
-    rounds, emitted, drafted, accepted = dataclasses.astuple(state.stats)
+    drafted, accepted = state.stats.drafted, state.stats.accepted
     stats = Stats(np.array([30, 30]), np.array([30, 90]), np.tile(drafted, (2, 1)), accepted * np.array([[0], [1]]))
     finish = np.array([Finish.EOS, Finish.RUNNING])
     stage.run.state = SimpleNamespace(
