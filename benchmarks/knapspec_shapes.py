@@ -101,24 +101,23 @@ def _batch(report, models: Models, batch: int, contexts: list[int], args) -> boo
         return models, cache, prompt, np.full(batch, n + 1), np.zeros((batch, 1), np.int32), np.full(batch, n), costs
 
     started = time.perf_counter()
-    shapes_of = jax.eval_shape(partial(selecting_state, method=composed.selection), models, cache, np.int32(0))
-    own_of = lambda method: shapes_of[1].method_state if method is composed else ()  # noqa: E731
-    lowered = [job.lower(models, cache, np.int32(0), request, own_of(m), m, p) for job, m, p in jobs.values()]
+    select = partial(selecting_state, method=composed.selection)
+    owns = {composed: jax.eval_shape(select, models, cache, np.int32(0))[1].method_state}
+    lowered = [job.lower(models, cache, np.int32(0), request, owns.get(m, ()), m, p) for job, m, p in jobs.values()]
     lowered.append(search_plan.lower(*planner_arguments(contexts[0]), options))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda low: low.compile(), lowered))
     report.add("shapes_compile", {"batch": batch, "programs": len(lowered), "seconds": time.perf_counter() - started})
     for n in contexts:
         ms = {}
+        cache, state = select(models, cache, np.int32(n))
+        owns[composed] = state.method_state
         for name, (job, method, p) in jobs.items():
-            times, own = [], ()
-            if method is composed:
-                cache, state = selecting_state(models, cache, np.int32(n), method=method.selection)
-                own = state.method_state
+            times = []
             for repeat in range(REPEATS + 1):
                 jax.block_until_ready(cache)
                 started = time.perf_counter()
-                done, cache = job(models, cache, np.int32(n), request, own, method, p)
+                done, cache = job(models, cache, np.int32(n), request, owns.get(method, ()), method, p)
                 jax.block_until_ready(done)
                 if repeat:
                     times.append(time.perf_counter() - started)

@@ -31,12 +31,12 @@ from jaxspec.checkpoint import (
     REPORT,
     TOKENIZER,
     check_token_ids,
-    checksums,
     config_record,
     file_sizes,
     is_checkpoint,
     read_model_config,
 )
+from jaxspec.checksums import checksums
 
 if TYPE_CHECKING:
     from convert.check import CheckRow
@@ -142,6 +142,7 @@ def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: b
         if source.generation_config is not None:
             write_object(directory / GENERATION_CONFIG, source.generation_config)
         _write_params(directory / PARAMS, source, leaves, target, progress)
+        files = file_sizes(directory)
         report = Report(
             source={"kind": source.kind, "origin": source.origin},
             sha256=dict(source.sha256()),
@@ -152,8 +153,8 @@ def _convert(source: Source, dst: Path, *, dtype: Any, check: bool, overwrite: b
             num_leaves=len(leaves),
             num_parameters=sum(_size(leaf.shape) for leaf in leaves),
             tokenizer=tokenizer,
-            files=file_sizes(directory),
-            crc32=checksums(directory),
+            files=files,
+            crc32=checksums(directory, [name for name in files if name.startswith(f"{PARAMS}/")]),
             checks=["every leaf filled once, every tensor used or known to be redundant", "all values finite"],
             seconds=round(time.monotonic() - started, 2),
         )

@@ -2,10 +2,8 @@
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from convert.errors import ConversionError
 from convert.json_file import parse_object, read_object
+from jaxspec.checksums import checked
 from jaxspec.models import Decoder, ModelConfig, config_from_hf, param_shapes
 from jaxspec.types import Params
 
@@ -109,7 +108,10 @@ def restore(directory: Path, *, mesh: Mesh | None = None, dtype: Any = None) -> 
     generation_path = directory / GENERATION_CONFIG
     generation = read_object(generation_path) if generation_path.is_file() else {}
     tokenizer = _load_tokenizer(directory / TOKENIZER)
-    with _checked(directory, report):
+    expected = report.get("crc32", {})  # checkpoints that were converted before have none
+    if not isinstance(expected, dict):
+        raise ConversionError(f"{directory / REPORT}: crc32 must be an object, got {type(expected).__name__}")
+    with checked(directory, expected):
         params = restore_params(directory / PARAMS, config, report.get("dtype"), mesh=mesh, dtype=dtype)
     eos = token_ids(hf_config, "eos_token_id", CONFIG) | token_ids(generation, "eos_token_id", GENERATION_CONFIG)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -186,14 +188,6 @@ def file_sizes(directory: Path) -> dict[str, int]:
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
 
 
-def checksums(directory: Path) -> dict[str, str]:
-    """CRC-32 of every file below the parameters' folder of a checkpoint, 8 hex digits, by its path."""
-    names = [path.relative_to(directory).as_posix() for path in sorted((directory / PARAMS).rglob("*"))]
-    with _checksum_threads() as threads:
-        files = [name for name in names if (directory / name).is_file()]
-        return dict(zip(files, threads.map(lambda name: _checksum(directory / name), files), strict=True))
-
-
 def config_record(config: ModelConfig, hf_config: dict[str, Any]) -> dict[str, Any]:
     """The contents of a converted checkpoint's config.json."""
     return {"format_version": FORMAT_VERSION, "model": asdict(config), "hf_config": hf_config}
@@ -268,42 +262,6 @@ def _convert_to_cache(path: str, dtype: Any) -> Path:
 def _missing(directory: Path) -> list[str]:
     """The parts of a converted checkpoint that are not there."""
     return [part for part in (REPORT, CONFIG, f"{PARAMS}/_METADATA") if not (directory / part).is_file()]
-
-
-@contextmanager
-def _checked(directory: Path, report: dict[str, Any]) -> Iterator[None]:
-    """Compares the parameters' files with the report's checksums while the block reads them.
-
-    TensorStore checks its indices only: a flipped bit of a weight would go into the model. The bytes come from the
-    disk once, whoever asks for them first.
-
-    Raises:
-        ConversionError: a file was changed.
-    """
-    expected = report.get("crc32", {})  # checkpoints that were converted before have none
-    if not isinstance(expected, dict):
-        raise ConversionError(f"{directory / REPORT}: crc32 must be an object, got {type(expected).__name__}")
-    threads = _checksum_threads()
-    try:
-        found = {name: threads.submit(_checksum, directory / name) for name in expected}
-        yield
-        damaged = sorted(name for name, checksum in expected.items() if found[name].result() != checksum)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-    if damaged:
-        raise ConversionError(f"{directory}: damaged checkpoint: changed files: {damaged[:8]}; convert it again")
-
-
-def _checksum_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="jaxspec-checksum")
-
-
-def _checksum(path: Path) -> str:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            checksum = zlib.crc32(chunk, checksum)
-    return f"{checksum:08x}"
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -148,7 +148,7 @@ def write_plot(path: Path, title: str, measured: "Measurement") -> None:
         (left, "attention", measured.attention, profile.attention.at),
         (left, f"attention, {profile.rows} rows", measured.verify_attention, profile.verify_attention.at),
         (left, "attention over selected rows", measured.selected, profile.selected and profile.selected.at),
-        (right, "plain step", measured.plain, lambda n: costs.plain_step(n)),
+        (right, "plain step", measured.plain, costs.plain_step),
         (right, f"verification, {profile.rows} rows", measured.verify, lambda n: costs.verify(profile.rows - 1, n)),
     ]
     for axes, label, seconds, fitted in curves:

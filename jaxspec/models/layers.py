@@ -170,13 +170,12 @@ class MLP(nn.Module):
         self.down = Projection((c.intermediate_size,), (c.hidden_size,), c.mlp_bias, self.backend)
 
     def is_skinny(self, x: Array) -> bool:
-        """Whether kernels multiply all of x [B,T,D], and what comes of it."""
-        kernels = self.gate_up.kernel, self.down.kernel
-        return not self.config.mlp_bias and all(_is_skinny(x, 1, kernel, self.backend) for kernel in kernels)
+        """Whether kernels multiply all of x [B,T,D], and what comes of it: the second weight is the smaller one."""
+        return not self.config.mlp_bias and _is_skinny(x, 1, self.gate_up.kernel, self.backend)
 
     def __call__(self, x: Array, *, early: bool = False) -> Array:
         """[B,T,D], perhaps as partial sums."""
-        if _is_skinny(x, 1, self.gate_up.kernel, self.backend) and not self.config.mlp_bias:
+        if self.is_skinny(x):
             hidden = gated_matmul(x.reshape(-1, x.shape[-1]), self.gate_up.kernel, early=early, backend=self.backend)
             return self.down.parts(hidden.reshape(*x.shape[:-1], -1), early=early)
         gate, up = jnp.moveaxis(self.gate_up(x), -2, 0)

@@ -5,6 +5,7 @@ Riegeli: github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.m
 """
 
 import struct
+from itertools import pairwise
 from typing import NamedTuple
 
 RIEGELI_SIGNATURE = bytes.fromhex("83af70d10d884a3f")
@@ -31,8 +32,7 @@ def images(executable: bytes) -> list[bytes]:
             pending += _chunks(data[start:])
             continue
         starts = [i for i in _find(data, ELF) if struct.unpack_from("<H", data, i + 18)[0] == CUDA_MACHINE]
-        # without any image there is an end and no start
-        found += [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=False)]
+        found += [data[a:b] for a, b in pairwise([*starts, len(data)])]
     return found
 
 
