@@ -119,8 +119,6 @@ def plan(
     options: PlannerOptions = PlannerOptions(),
     *,
     selection: KVSelection | KVSelector | None = None,
-    running: Array | None = None,
-    measured: tuple[int, int] | None = None,
 ) -> Planned:
     """The draft that promises the most tokens per second after the tokens committed so far.
 
@@ -137,17 +135,13 @@ def plan(
         profile: measured latencies.
         options: how to search.
         selection: the rows that drafts attend to, at the cost that `profile.selected` states.
-        running: bool [B], rows that have not ended; the others' attention costs nothing. None: all of them.
-        measured: how many drafts that skip nothing were accepted so far, and how many accepted or rejected.
 
     Raises:
         ValueError: the profile is that of a model with another number of layers, or has no figures of a selection.
     """
     check_profile(profile, models.target)
     costs = profile.costs(selection is not None)
-    seen = None if measured is None else np.array(measured, np.int32)
-    arguments = models, cache, prompt, prompt_length, emitted, length, costs, options, selection
-    search = search_plan(*arguments, running, seen)
+    search = search_plan(models, cache, prompt, prompt_length, emitted, length, costs, options, selection)
     return read_search(jax.tree.map(np.asarray, search._replace(frontier=search.frontier._replace(states=()))))
 
 
@@ -169,14 +163,11 @@ def search_plan(
     costs: RoundCosts,
     options: PlannerOptions,
     selection: KVSelection | KVSelector | None = None,
-    running: Array | None = None,
-    measured: Array | None = None,
 ) -> Search:
-    """`plan` as one program, which may be part of a larger one; `costs` and `measured`, int32 [2], are traced, the
-    others as in `plan`."""
+    """`plan` as one program, which may be part of a larger one; `costs` are traced, the others as in `plan`."""
     num_layers = models.target.config.num_layers
     tokens, start, valid = reference_tokens(prompt, prompt_length, emitted, length, options.reference_tokens)
-    n = jnp.mean(jnp.where(True if running is None else running, length, 0).astype(jnp.float32))
+    n = jnp.mean(length.astype(jnp.float32))
     weights, limit = _skippable(options, costs, num_layers, n, jnp)
     frontier = knapsack(
         models,
@@ -191,11 +182,11 @@ def search_plan(
         blocks=options.items == "blocks",
         selection=selection,
     )
-    seen = (0, 0) if measured is None else (measured[0], measured[1])
-    hits = frontier.hits if options.alpha == "raw" else credible_hits(frontier)
-    alpha = acceptance_of(hits, frontier.count, options.alpha, selects=selection is not None, measured=seen)
+    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha, selects=selection is not None)
     ran = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
-    value, rate = promised(alpha, *ran, costs, n, options)
+    price, seconds = round_prices(*ran, costs, n, options)
+    gained = expected_tokens(alpha[:, None], jnp.arange(options.max_draft + 1))
+    value, rate = gained / price, gained / seconds
     # not to speculate stays a choice even where a selection alone loses too much
     plain = (jnp.arange(options.max_cells) == 0)[:, None] & (jnp.arange(options.max_draft + 1) == 0)
     value = jnp.where(frontier.alive[:, None] | plain, value, -jnp.inf)
@@ -204,29 +195,28 @@ def search_plan(
     return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), cell, num_draft)
 
 
-def promised(
-    alpha: Any, num_attention: Any, num_mlp: Any, costs: RoundCosts, n: Any, options: PlannerOptions
+def round_prices(
+    num_attention: Any, num_mlp: Any, costs: RoundCosts, n: Any, options: PlannerOptions, xp: Any = jnp
 ) -> tuple[Any, Any]:
-    """What is maximised, and tokens per second and sequence, with every number of drafts.
+    """What a round costs with every number of drafts.
 
     Args:
-        alpha: [C], chances that a draft token is accepted.
         num_attention: [C], attention sublayers that drafts run.
         num_mlp: [C], MLPs that they run.
         costs: measured latencies.
         n: context length.
         options: how to search.
+        xp: jnp or np, which computes.
 
     Returns:
-        Two arrays [C, max_draft + 1], of NumPy if `alpha` is one; the first is -inf where verification was not timed.
+        Two arrays [C, max_draft + 1]: what the planner weighs tokens against, seconds or with `value="tpl"` layers,
+        infinite where verification was not timed; and seconds.
     """
-    xp = np if isinstance(alpha, np.ndarray) else jnp
     g = xp.arange(options.max_draft + 1)
-    gained = expected_tokens(alpha[:, None], g)
-    rate = gained / costs.round(num_attention[:, None], num_mlp[:, None], g, n)
-    per_layer = gained / (g * (num_attention + num_mlp)[:, None] / 2 + costs.num_layers)
+    seconds = costs.round(num_attention[:, None], num_mlp[:, None], g, n)
+    layers = g * (num_attention + num_mlp)[:, None] / 2 + costs.num_layers
     # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
-    return xp.where(g < costs.rows, per_layer if options.value == "tpl" else rate, -xp.inf), rate
+    return xp.where(g < costs.rows, layers if options.value == "tpl" else seconds, xp.inf), seconds
 
 
 def sublayer_weights(costs: RoundCosts, n: Any, clip: int, xp: Any = jnp) -> Any:
@@ -272,38 +262,28 @@ def largest_weight(num_layers: int, options: PlannerOptions) -> int:
     return 1
 
 
-def credible_hits(frontier: Frontier) -> Array:
-    """int32 [C]: a cell's hits, or those of a cell that skips no more sublayers of either kind, if that has fewer.
-
-    To skip more and to hit more is chance, and the best of many cells is one that had it.
-    """
-    attention, mlp = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
-    skips_less = frontier.alive & (attention[:, None] <= attention) & (mlp[:, None] <= mlp)
-    return jnp.min(jnp.where(skips_less, frontier.hits, frontier.hits[:, None]), axis=1)
-
-
-def acceptance_of(
-    hits: Any, count: Any, kind: str, *, selects: bool = False, measured: tuple[Any, Any] = (0, 0)
-) -> Any:
+def acceptance_of(hits: Any, count: Any, kind: str, *, selects: bool) -> Any:
     """The predicted chances of acceptance [C] of cells, the first of which skips nothing.
 
-    `raw` is hits / count. `smoothed` asks the reference tokens only what skipping costs: of the tokens that cell 0
-    hits, h0, the share (h + 1) / (h0 + 2) is left to a cell with h hits, the mean of a uniform prior's posterior
-    (Laplace). What cell 0 itself is worth is known better: without a selection it is the model, and accepted whole,
-    and with one its drafts are measured while decoding. A raw 1 on few tokens would always ask for the longest drafts.
+    `raw` is hits / count (the published code). `smoothed` is that of drafts that skip nothing, times what a cell leaves
+    of them: both are judged on the same few tokens, and what makes those easy or hard says nothing of skipping. Of the
+    h0 tokens that cell 0 hits, h are left to a cell: the posterior of that share under a uniform prior is
+    Beta(h + 1, h0 - h + 1), and its mean less its standard deviation counts, since the best of many cells is likely one
+    that was lucky. Cell 0 is the model itself without a selection, and accepted whole; with one its chance is
+    (h0 + 1) / (count + 2): a raw 1 on few tokens would always ask for the longest drafts.
 
     Args:
-        hits: int [C], of each cell; for `smoothed` none above the first one's.
+        hits: int [C], tokens of the full model that each cell predicts. More than cell 0's count as many as those.
         count: reference tokens.
         kind: `smoothed` or `raw`.
         selects: drafts attend to selected rows, so that those that skip nothing may be rejected.
-        measured: accepted drafts that skipped nothing, and accepted or rejected ones; they count like reference tokens.
     """
     if kind == "raw":
         return hits / count
-    accepted, tried = measured
-    base = (accepted + hits[0] + selects) / (tried + count + 2 * selects)
-    return base * jnp.where(jnp.arange(hits.size) == 0, 1, (hits + 1) / (hits[0] + 2))
+    base = (hits[0] + selects) / (count + 2 * selects)
+    mean = (jnp.minimum(hits, hits[0]) + 1) / (hits[0] + 2)
+    deviation = jnp.sqrt(mean * (1 - mean) / (hits[0] + 3))
+    return base * jnp.where(jnp.arange(hits.size) == 0, 1, mean - deviation)
 
 
 def read_search(search: Search) -> Planned:

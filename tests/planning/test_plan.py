@@ -14,9 +14,9 @@ from test_latency import PROFILE
 
 from jaxspec.methods import Models
 from jaxspec.models import init_cache
-from jaxspec.planning import Line, Plan, PlannerOptions, expected_tokens, plan
+from jaxspec.planning import LatencyProfile, Line, Plan, PlannerOptions, expected_tokens, plan
 from jaxspec.planning.measure import measured_profile
-from jaxspec.planning.plan import acceptance_of, credible_hits, fitted, largest_weight, sublayer_weights
+from jaxspec.planning.plan import acceptance_of, fitted, largest_weight, round_prices, sublayer_weights
 from jaxspec.types import KVSelection, KVSelector
 from tests.reference import tiny_model
 
@@ -88,58 +88,51 @@ def test_raw_and_smoothed_acceptance():
     raw = search(CHEAP_DRAFTS, dataclasses.replace(OPTIONS, alpha="raw"))
     smoothed = search(CHEAP_DRAFTS)
     for c, other in zip(raw.frontier[1:], smoothed.frontier[1:], strict=True):
-        p = c.plan
-        beside = [x for x in raw.frontier if x.plan.num_attention >= p.num_attention and x.plan.num_mlp >= p.num_mlp]
-        assert other.alpha == pytest.approx((8 * min(x.alpha for x in beside) + 1) / 10)
+        hits = round(8 * c.alpha)
+        assert other.alpha == pytest.approx(share_left(hits, 8))
     assert raw.frontier[0].alpha == smoothed.frontier[0].alpha == 1
 
 
+def share_left(hits, of):
+    """The mean less the deviation of what a uniform prior on [0, 1] becomes, integrated by hand."""
+    x = (np.arange(100_000) + 0.5) / 100_000
+    density = x**hits * (1 - x) ** (of - hits)
+    mean = np.sum(density * x) / np.sum(density)
+    return mean - np.sqrt(np.sum(density * (x - mean) ** 2) / np.sum(density))
+
+
 def test_what_skipping_costs_is_judged_beside_skipping_nothing():
-    """Of 30 tokens that drafts over selected rows hit, 27 and 30 are left. Those drafts themselves are worth
-    (30 + 1) / (32 + 2), and after 600 of which 580 were accepted (580 + 31) / (600 + 34)."""
-    hits = np.array([30, 27, 30])
-    left = np.array([1, 28 / 32, 31 / 32])
-    predicted = acceptance_of(hits, 32, "smoothed", selects=True)
-    np.testing.assert_allclose(predicted, 31 / 34 * left, rtol=1e-6)
-    measured = acceptance_of(hits, 32, "smoothed", selects=True, measured=(580, 600))
-    np.testing.assert_allclose(measured, 611 / 634 * left, rtol=1e-6)
+    """Of 30 tokens that drafts over selected rows hit, all, 27 and none are left; to hit more than those is chance.
+    Those drafts themselves are worth (30 + 1) / (32 + 2)."""
+    hits = np.array([30, 30, 27, 0, 32])
+    left = np.array([1, share_left(30, 30), share_left(27, 30), share_left(0, 30), share_left(30, 30)])
+    np.testing.assert_allclose(acceptance_of(hits, 32, "smoothed", selects=True), 31 / 34 * left, rtol=1e-5)
     # without a selection only rounding tells them from the model, and they are not smoothed
-    for seen, base in (((0, 0), 1), ((580, 600), 612 / 632)):
-        found = acceptance_of(np.array([32, 27]), 32, "smoothed", measured=seen)
-        np.testing.assert_allclose(found, [base, base * 28 / 34], rtol=1e-6)
-    np.testing.assert_allclose(acceptance_of(hits, 32, "raw", selects=True, measured=(580, 600)), hits / 32)
+    whole = acceptance_of(np.array([32, 27]), 32, "smoothed", selects=False)
+    np.testing.assert_allclose(whole, [1, share_left(27, 32)], rtol=1e-5)
+    np.testing.assert_allclose(acceptance_of(hits, 32, "raw", selects=True), hits / 32)
 
 
-def test_to_skip_more_and_to_hit_more_is_chance():
-    """Cells that skip (attention, MLPs) are worth no more than one that is alive and skips no more of both."""
-    skips = np.array([(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)])
-    layers = np.arange(3)
-    frontier = SimpleNamespace(
-        alive=np.array([True, True, True, True, False, True]),
-        attn=layers >= skips[:, :1],
-        mlp=layers >= skips[:, 1:],
-        hits=np.array([30, 28, 20, 29, 5, 31]),
-    )
-    np.testing.assert_array_equal(credible_hits(frontier), [30, 28, 20, 20, 5, 20])
+@pytest.mark.parametrize(
+    ("context", "ran", "hits"), [(4096, (22, 25), (30, 28)), (16384, (23, 26), (31, 30)), (31000, (25, 28), (31, 31))]
+)
+def test_few_tokens_do_not_make_skipping_pay(context, ran, hits):
+    """Latencies of 16 rows of a model of 1.5B parameters that read 5% of their caches. Drafts of those sublayers made
+    decoding 0.97, 0.76 and 1.74 times as fast, drafts of all of them 1.03, 1.38 and 1.79 times. By their hits of 32
+    tokens, those of all sublayers first, each judged alone the former promise more, but not beyond their error."""
+    line = Line(3.64e-9, 2.0e-5)
+    measured = {"verify_attention": Line(3.9e-9, 3.3e-5), "verify_mlp": 4.2e-5, "verify_head": 2.3e-4, "overhead": 3e-5}
+    sparse = {"selected": Line(6.3e-10, 2.3e-5), "scoring": Line(8e-10, 1.8e-5)}
+    costs = LatencyProfile(28, 16, 10, line, 2.7e-5, 1.9e-4, **measured, **sparse).costs(sparse=True)
+    _, seconds = round_prices(np.array([28, ran[0]]), np.array([28, ran[1]]), costs, context, PlannerOptions(), np)
 
+    def rates(alpha):
+        return np.max(expected_tokens(np.asarray(alpha)[:, None], np.arange(11)) / seconds, axis=1)
 
-def test_what_was_measured_of_skipping_nothing_counts_in_a_search():
-    """8 reference tokens, all of which a selection of every row hits, and 90 of 98 drafts."""
-    every = np.broadcast_to(np.arange(32, dtype=np.int32), (1, 2, 32))
-    selection = KVSelection(rows=every, valid=LENGTHS, window=40)
-    before = search(CHEAP_DRAFTS, selection=selection).frontier
-    after = search(CHEAP_DRAFTS, selection=selection, measured=(90, 98)).frontier
-    assert before[0].alpha == pytest.approx(9 / 10)
-    for c, other in zip(before, after, strict=True):
-        assert other.alpha / c.alpha == pytest.approx((99 / 108) / (9 / 10))
-
-
-def test_rows_that_have_ended_cost_no_attention():
-    """Of rows of 30 and 21 tokens the second one runs: its attention is half a row's, over 21."""
-    slow = dataclasses.replace(CHEAP_DRAFTS, attention=Line(1.0, 0.0), verify_attention=Line(2.0, 0.0))
-    found = search(slow, running=np.array([False, True]))
-    assert 1 / found.plain_tokens_per_second == pytest.approx(slow.costs().plain_step(21 / 2))
-    assert 1 / search(slow).plain_tokens_per_second == pytest.approx(slow.costs().plain_step((30 + 21) / 2))
+    alone = rates((np.array(hits) + 1) / 34)
+    assert alone[1] > alone[0]
+    beside = rates(acceptance_of(np.array(hits), 32, "smoothed", selects=True))
+    assert beside[0] > beside[1]
 
 
 def test_blocks_by_tokens_per_layer_is_clasp():
