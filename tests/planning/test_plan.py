@@ -164,8 +164,7 @@ def test_a_selection_is_what_the_cells_read():
     whole = over(every)
     for c, other in zip(whole.frontier, found.frontier, strict=True):
         assert c.similarity == pytest.approx(other.similarity, abs=1e-5)
-        if c.weight:
-            assert c.alpha == pytest.approx(0.9 * other.alpha)  # 8 hits of 8 say no more of a selection
+        assert c.alpha == pytest.approx(0.9 * other.alpha)  # 8 hits of 8 say no more of a selection
         assert c.tokens_per_second == pytest.approx(predicted(c, c.plan.num_draft, CHEAP_DRAFTS, True), rel=1e-5)
     few = over(first)
     assert few.frontier[0].similarity < 0.999
