@@ -114,10 +114,11 @@ class Setting:
             state, run = decode_in_segments(self.models, self.request, method, self.new_tokens, state=state)
             self.cache = state.cache
         figures = self._figures(state, run.decode_seconds + run.replan_seconds)
+        searches = sum(record["searched"] for record in run.log)
         return {
             **figures,
-            "num_plans": len(run.log),
-            "seconds_per_plan": run.replan_seconds / len(run.log),
+            "num_plans": searches,
+            "seconds_per_plan": run.replan_seconds / searches,
             "planner_seconds": run.replan_seconds,
             "planner_share": run.replan_seconds / (run.decode_seconds + run.replan_seconds),
             "plans": run.log,

@@ -99,7 +99,7 @@ def decode_in_segments(
     state: DecodeState | None = None,
 ) -> tuple[DecodeState, Run]:
     """Prefill and rounds until every row has ended, with `method.replan` before every `segment_rounds` of them, or as
-    many as it puts the next call off.
+    many as it asks for.
 
     Args:
         models: the models.

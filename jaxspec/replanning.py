@@ -26,7 +26,7 @@ class Run:
     state: DecodeState
     lower: Callable[[Method], Any]  # lowers a method's rounds; what it returns has `compile()`
     rounds: int = 0
-    replan_at: int = 0  # the round before which `replan` is called next; the method may put it off there
+    replan_at: int = 0  # the round before which `replan` is called next; the method may set it there
     decode_seconds: float = 0.0
     replan_seconds: float = 0.0
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not

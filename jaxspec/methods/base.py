@@ -163,7 +163,7 @@ class Method:
     def replan(self, run: "Run") -> "tuple[Method, DecodeState]":
         """The method that drafts from here on, and the state it goes on with. Runs on the host, before the first round
         and after every segment, always on the method that the caller gave; the result's own `replan` is not called.
-        A segment is `segment_rounds` rounds, or ends before round `Run.replan_at` where this puts that off.
+        A segment is `segment_rounds` rounds, or ends before round `Run.replan_at` where the method sets that.
 
         State shapes may depend on `max_draft`, which stays: a draft may have fewer columns. A method must not change
         the distribution of the output, whatever it returns.

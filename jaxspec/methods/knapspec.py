@@ -45,7 +45,8 @@ class KnapSpec(Method):
     measured on this device and from how well the last tokens are predicted without those sublayers. It runs between
     segments of rounds, one plan for the whole batch: before the first round, then after `replan_every` rounds, twice as
     many whenever it kept the plan that was there, and as soon as the context has grown by `growth`; later than that
-    where planning would take more than `planner_share` of the decoding time.
+    where planning would take more than `planner_share` of the decoding time. In between, plans are weighed against
+    skipping nothing by the acceptance measured so far, and by the time until the last row ends.
 
     Execution: `static` compiles one program per plan, the fastest to run, and changes the plan only where the
     predicted gain pays for compiling; `compile_in="background"` compiles while the old plan decodes. `traced` keeps

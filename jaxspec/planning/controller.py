@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.planning.latency import LatencyProfile, RoundCosts, expected_tokens
-from jaxspec.planning.plan import Plan, Planned, PlannerOptions, fitted, plan, search_plan
+from jaxspec.planning.choice import acceptance_by_row, time_to_end
+from jaxspec.planning.latency import LatencyProfile, expected_tokens
+from jaxspec.planning.plan import Candidate, Plan, PlannerOptions, fitted, plan, round_prices, search_plan
 from jaxspec.replanning import Run
-from jaxspec.types import DecodeState, Finish
+from jaxspec.types import DecodeState, Finish, LayerMask
 
 if TYPE_CHECKING:
     from jaxspec.methods.knapspec import KnapSpec
@@ -22,107 +23,158 @@ class _Memory:
 
     profile: LatencyProfile
     options: PlannerOptions  # with branches for all lengths of the run
-    period: int  # rounds from a plan to the next
+    period: int  # rounds from a search to the next
+    # predicted acceptance over that of skipping nothing, which is the first: of what was ever chosen
+    shares: dict[LayerMask, float]
+    base: float = 0.0  # predicted acceptance of skipping nothing
+    weights: tuple[int, int] = (1, 1)  # of an attention and an MLP sublayer
     plan: Plan | None = None  # what drafts now
     waiting: Plan | None = None  # chosen, and compiling in the background
-    planned_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last planning
-    plan_seconds: float = 0.0  # of the last planning
-    counts: dict[str, Any] = field(default_factory=dict)  # at the last call
+    searched_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last search
+    search_seconds: float = 0.0  # of the last search
+    rounds: Any = 0  # int [B], rounds of each row at the last call
+    # float [2, B] by the sublayers that drafts ran: those accepted, and those accepted or rejected
+    measured: dict[LayerMask, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The best plan, and what is predicted of it."""
+
+    plan: Plan
+    acceptance: float  # over all rows that run
+    tokens_per_second: float  # per sequence
+    plain_tokens_per_second: float
+    seconds_left: float  # until the last row has ended
+    seconds_left_before: float  # with the plan that drafts now
 
 
 def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     """`KnapSpec.replan`: the method with the plan to go on with, and the state, which holds the plan where traced.
 
-    Plans before the first round; afterwards if planning is due and has taken at most `planner_share` of the decoding
-    time so far, this one included. Due it is once the context has grown by `growth`, or a period after the last one:
-    `replan_every` rounds, doubled each time that the plan stays. Each planning leaves a record in `run.log`. The next
-    call is put off where no planning is to be expected after `replan_every` rounds.
+    Searches before the first round; afterwards if a search is due and planning has taken at most `planner_share` of the
+    decoding time so far, this one included. Due it is once the context has grown by `growth`, or a period after the
+    last one: `replan_every` rounds, doubled each time that the plan stays. In between the plan is weighed against
+    skipping nothing and against those chosen before, by what was measured. Each search and each change leaves a record
+    in `run.log`. The next call comes after as many rounds as there were, within `replan_every` and a quarter of them.
     """
     memory = run.memory.get("knapspec")
     if memory is None:
-        profile = _profile(method, run)
-        costs, length = profile.costs(method.sparse), _mean_length(run.state)
-        lengths = length, length + run.max_new_tokens
-        options = fitted(method.planner_options, costs, profile.num_layers, lengths)
-        memory = run.memory["knapspec"] = _Memory(profile, options, method.replan_every)
-        started = time.perf_counter()
-        search_plan.lower(*_arguments(run), costs, options, _selection(method, run)).compile()
-        run.compile_seconds += time.perf_counter() - started
-    acceptance = _acceptance(memory, run.state)
+        memory = run.memory["knapspec"] = _begin(method, run)
+    acceptance = _measure(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
         memory.plan, memory.waiting = memory.waiting, None
-    if memory.plan is None or _is_due(method, run, memory):
-        _consider(method, run, memory, acceptance)
-    run.replan_at = max(run.replan_at, run.rounds + _rounds_until_due(method, run, memory))
+    searches = memory.plan is None or _is_due(method, run, memory)
+    if searches or memory.waiting is None:
+        _consider(method, run, memory, searches, acceptance)
+    run.replan_at = run.rounds + min(max(run.rounds, method.replan_every // 4, 1), method.replan_every)
     return _with(method, run, memory.plan)
 
 
-def _consider(method: "KnapSpec", run: Run, memory: _Memory, acceptance: float | None) -> None:
-    """Plans, and takes the plan over where that pays."""
-    found, seconds = _plan(method, run, memory)
-    length = _mean_length(run.state)
-    memory.planned_at, memory.plan_seconds = (run.rounds, length), seconds
-    record = {
-        "round": run.rounds,
-        "length": length,
-        "seconds": seconds,
-        "weights": found.weights,
-        "attn": found.plan.attn,
-        "mlp": found.plan.mlp,
-        "num_draft": found.plan.num_draft,
-        "predicted_acceptance": found.alpha,
-        "predicted_tokens_per_second": found.tokens_per_second,
-        "predicted_plain_tokens_per_second": found.plain_tokens_per_second,
-        "measured_acceptance_before": acceptance,
-    }
-    record["taken"] = _take(method, run, memory, found, acceptance)
-    kept = record["taken"] in ("same", "not worth it")
-    memory.period = 2 * memory.period if kept else method.replan_every
-    run.note(record)
+def _begin(method: "KnapSpec", run: Run) -> _Memory:
+    profile = _profile(method, run)
+    costs, length = profile.costs(method.sparse), _context(run.state)
+    options = fitted(method.planner_options, costs, profile.num_layers, (length, length + run.max_new_tokens))
+    started = time.perf_counter()
+    search_plan.lower(*_arguments(run), costs, options, _selection(method, run)).compile()
+    run.compile_seconds += time.perf_counter() - started
+    every = (True,) * profile.num_layers
+    return _Memory(profile, options, method.replan_every, {LayerMask(every, every): 1.0})
 
 
-def _take(method: "KnapSpec", run: Run, memory: _Memory, found: Planned, acceptance: float | None) -> str:
+def _consider(method: "KnapSpec", run: Run, memory: _Memory, searches: bool, acceptance: float | None) -> None:
+    """Chooses a plan, after a search or without one, and takes it over where that pays."""
+    started = time.perf_counter()
+    frontier = _search(method, run, memory) if searches else ()
+    choice = _choose(method, run, memory, frontier)
+    seconds = time.perf_counter() - started
+    run.replan_seconds += seconds
+    taken = _take(method, run, memory, choice)
+    kept = taken in ("same", "not worth it")
+    if searches:
+        memory.searched_at, memory.search_seconds = (run.rounds, _context(run.state)), seconds
+        memory.period = 2 * memory.period if kept else method.replan_every
+    elif kept:
+        return
+    run.note(
+        {
+            "round": run.rounds,
+            "length": _context(run.state),
+            "searched": searches,
+            "seconds": seconds,
+            "weights": memory.weights,
+            "attn": choice.plan.attn,
+            "mlp": choice.plan.mlp,
+            "num_draft": choice.plan.num_draft,
+            "predicted_acceptance": choice.acceptance,
+            "predicted_tokens_per_second": choice.tokens_per_second,
+            "predicted_plain_tokens_per_second": choice.plain_tokens_per_second,
+            "measured_acceptance_before": acceptance,
+            "taken": taken,
+        }
+    )
+
+
+def _search(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Candidate, ...]:
+    """The frontier; none where selected rows are so unlike all of them that even skipping nothing was dropped."""
+    found = plan(*_arguments(run), memory.profile, memory.options, selection=_selection(method, run))
+    memory.weights = found.weights
+    memory.base = next((candidate.alpha for candidate in found.frontier if not candidate.weight), 0.0)
+    return found.frontier if memory.base else ()
+
+
+def _choose(method: "KnapSpec", run: Run, memory: _Memory, frontier: tuple[Candidate, ...]) -> _Choice:
+    """The plan with which the last row ends first: of a frontier, of what was chosen before, of skipping nothing and of
+    not speculating."""
+    costs, n, running = memory.profile.costs(method.sparse), _context(run.state), _running(run.state)
+    shares = memory.shares | {candidate.plan.layers: candidate.alpha / memory.base for candidate in frontier}
+    kinds, none = list(shares), np.zeros((2, running.size))
+    accepted, tried = np.stack([memory.measured.get(layers, none)[:, running] for layers in kinds], axis=1)
+    pooled, alpha = acceptance_by_row(
+        memory.base, np.array(list(shares.values())), accepted, tried, method.reference_tokens
+    )
+    ran = np.array([(sum(layers.attn), sum(layers.mlp)) for layers in kinds]).T
+    price, seconds = round_prices(*ran, costs, n, memory.options, np)
+    left = run.max_new_tokens - np.asarray(run.state.num_tokens)[running]
+    best, num_draft = np.unravel_index(np.argmin(time_to_end(alpha, left, price)), price.shape)
+    seconds_left = time_to_end(alpha, left, seconds)
+    now = (kinds.index(memory.plan.layers), memory.plan.num_draft) if memory.plan else (0, 0)
+    layers = kinds[best]
+    memory.shares[layers] = shares[layers]
+    return _Choice(
+        plan=Plan(layers.attn, layers.mlp, num_draft),
+        acceptance=float(pooled[best]),
+        tokens_per_second=float(expected_tokens(pooled[best], num_draft) / seconds[best, num_draft]),
+        plain_tokens_per_second=float(1 / costs.plain_step(n)),
+        seconds_left=float(seconds_left[best, num_draft]),
+        seconds_left_before=float(seconds_left[now]),
+    )
+
+
+def _take(method: "KnapSpec", run: Run, memory: _Memory, choice: _Choice) -> str:
     """Takes a plan over or not; returns which, for the record."""
     if memory.plan is None:
-        memory.plan = found.plan
-        run.prepare(method.with_plan(None if method.execution == "traced" else found.plan), background=False)
+        memory.plan = choice.plan
+        run.prepare(method.with_plan(None if method.execution == "traced" else choice.plan), background=False)
         return "first"
-    if found.plan == memory.plan:
+    if choice.plan == memory.plan:
         return "same"
     if method.execution == "traced":
-        memory.plan = found.plan
+        memory.plan = choice.plan
         return "changed"
-    costs = memory.profile.costs(method.sparse)
-    old = rate_of(costs, memory.plan, acceptance, _mean_length(run.state))
-    state = run.state
-    active = np.asarray(state.finish) == Finish.RUNNING
-    left = float(np.mean(run.max_new_tokens - np.asarray(state.num_tokens)[active])) if active.any() else 0.0
-    saved = left / old - left / found.tokens_per_second
-    executed = method.with_plan(found.plan)
+    saved = choice.seconds_left_before - choice.seconds_left
+    executed = method.with_plan(choice.plan)
     cost = 0.0 if run.is_ready(executed) else run.longest_compile_seconds
     background = method.compile_in == "background"
     # in the background compiling costs nothing but the tokens that the old plan decodes meanwhile
-    worth = saved > 0 and left / old > cost if background else saved > cost
+    worth = saved > 0 and choice.seconds_left_before > cost if background else saved > cost
     if not worth:
         return "not worth it"
     if run.prepare(executed, background=background):
-        memory.plan, memory.waiting = found.plan, None
+        memory.plan, memory.waiting = choice.plan, None
         return "changed"
-    memory.waiting = found.plan
+    memory.waiting = choice.plan
     return "compiling"
-
-
-def rate_of(costs: RoundCosts, plan: Plan, acceptance: float | None, n: float) -> float:
-    """Predicted tokens per second and sequence of a plan.
-
-    Args:
-        costs: measured latencies.
-        plan: the plan.
-        acceptance: the chance that a draft token is accepted; None counts as 0.
-        n: context length.
-    """
-    tokens = float(expected_tokens(float(acceptance or 0.0), plan.num_draft))
-    return tokens / float(costs.round(plan.num_attention, plan.num_mlp, plan.num_draft, n))
 
 
 def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, DecodeState]":
@@ -135,31 +187,10 @@ def _with(method: "KnapSpec", run: Run, chosen: Plan) -> "tuple[KnapSpec, Decode
 
 
 def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
-    rounds, length = memory.planned_at
-    grown = _mean_length(run.state) >= method.growth * length
+    rounds, length = memory.searched_at
+    grown = _context(run.state) >= method.growth * length
     due = grown or run.rounds - rounds >= memory.period
-    return due and run.replan_seconds + memory.plan_seconds <= method.planner_share * run.decode_seconds
-
-
-def _rounds_until_due(method: "KnapSpec", run: Run, memory: _Memory) -> int:
-    """Rounds until `_is_due` is true, at the speed and with the tokens per round so far; 0 where that is not known."""
-    if memory.waiting is not None or not run.rounds or not run.decode_seconds:
-        return 0
-    rounds, length = memory.planned_at
-    now, tokens = _mean_length(run.state), float(np.mean(np.asarray(run.state.stats.emitted)))
-    growth = (method.growth * length - now) * run.rounds / max(tokens, 1.0)
-    seconds = (run.replan_seconds + memory.plan_seconds) / method.planner_share - run.decode_seconds
-    share = seconds * run.rounds / run.decode_seconds
-    return int(min(max(min(growth, rounds + memory.period - run.rounds), share), 2.0**30))
-
-
-def _plan(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Planned, float]:
-    started = time.perf_counter()
-    selection = _selection(method, run)
-    found = plan(*_arguments(run), memory.profile, memory.options, selection=selection)
-    seconds = time.perf_counter() - started
-    run.replan_seconds += seconds
-    return found, seconds
+    return due and run.replan_seconds + memory.search_seconds <= method.planner_share * run.decode_seconds
 
 
 def _arguments(run: Run) -> tuple[Any, ...]:
@@ -175,21 +206,32 @@ def _selection(method: "KnapSpec", run: Run) -> Any:
     return method.selection.draft_selection(run.models, run.state.replace(method_state=own))
 
 
-def _acceptance(memory: _Memory, state: DecodeState) -> float | None:
-    """The chance that a draft token was accepted since the last call: accepted / (accepted + rejected); None without
-    drafts."""
-    names = ("rounds", "accepted", "drafted")
-    now = {name: np.asarray(getattr(state.stats, name)).astype(np.int64) for name in names}
-    before, memory.counts = memory.counts.get("rounds", np.zeros_like(now["rounds"])), now
-    round_ = np.arange(now["drafted"].shape[1])
-    new = (round_ >= before[:, None]) & (round_ < now["rounds"][:, None])
-    accepted = int(now["accepted"][new].sum())
-    rejected = int(np.sum(now["accepted"][new] < now["drafted"][new]))
-    return accepted / (accepted + rejected) if accepted + rejected else None
+def _measure(memory: _Memory, state: DecodeState) -> float | None:
+    """Counts what became of the drafts since the last call, and returns the chance that one was accepted: accepted /
+    (accepted + rejected); None without drafts."""
+    rounds, accepted, drafted = (np.asarray(getattr(state.stats, name)) for name in ("rounds", "accepted", "drafted"))
+    round_ = np.arange(drafted.shape[1])
+    new = (round_ >= np.reshape(memory.rounds, (-1, 1))) & (round_ < rounds[:, None])
+    memory.rounds = rounds
+    tried = np.sum(accepted + (accepted < drafted), axis=1, where=new)
+    accepted = np.sum(accepted, axis=1, where=new)
+    # texts change: what was measured long ago fades, and in the end counts less than a search's prediction
+    memory.measured = {layers: counts / 2 for layers, counts in memory.measured.items()}
+    if memory.plan is None or not tried.any():
+        return None
+    layers, counts = memory.plan.layers, np.stack([accepted, tried])
+    memory.measured[layers] = memory.measured.get(layers, 0) + counts
+    return float(accepted.sum() / tried.sum())
 
 
-def _mean_length(state: DecodeState) -> float:
-    return float(np.mean(np.asarray(state.length)))
+def _running(state: DecodeState) -> np.ndarray:
+    """bool [B]: rows that have not ended."""
+    return np.asarray(state.finish) == Finish.RUNNING
+
+
+def _context(state: DecodeState) -> float:
+    """The context length that a round pays for, a row: attention leaves out those that have ended."""
+    return float(np.mean(np.where(_running(state), np.asarray(state.length), 0)))
 
 
 def _profile(method: "KnapSpec", run: Run) -> LatencyProfile:

@@ -182,18 +182,41 @@ def search_plan(
         blocks=options.items == "blocks",
         selection=selection,
     )
-    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha)
-    ran = jnp.sum(frontier.attn, axis=1)[:, None], jnp.sum(frontier.mlp, axis=1)[:, None]
-    g = jnp.arange(options.max_draft + 1)
-    gained = expected_tokens(alpha[:, None], g)
-    rate = gained / costs.round(*ran, g, n)
-    value = gained / (g * (ran[0] + ran[1]) / 2 + num_layers) if options.value == "tpl" else rate
+    alpha = acceptance_of(frontier.hits, frontier.count, options.alpha, selects=selection is not None)
+    ran = jnp.sum(frontier.attn, axis=1), jnp.sum(frontier.mlp, axis=1)
+    price, seconds = round_prices(*ran, costs, n, options)
+    gained = expected_tokens(alpha[:, None], jnp.arange(options.max_draft + 1))
+    value, rate = gained / price, gained / seconds
     # not to speculate stays a choice even where a selection alone loses too much
-    kept = frontier.alive[:, None] | ((jnp.arange(options.max_cells) == 0)[:, None] & (g == 0))
-    # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
-    value = jnp.where(kept & (g < costs.rows), value, -jnp.inf)
+    plain = (jnp.arange(options.max_cells) == 0)[:, None] & (jnp.arange(options.max_draft + 1) == 0)
+    value = jnp.where(frontier.alive[:, None] | plain, value, -jnp.inf)
     best = jnp.argmax(value)
-    return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), best // g.size, best % g.size)
+    cell, num_draft = jnp.unravel_index(best, value.shape)
+    return Search(frontier, weights, alpha, value, rate, 1 / costs.plain_step(n), cell, num_draft)
+
+
+def round_prices(
+    num_attention: Any, num_mlp: Any, costs: RoundCosts, n: Any, options: PlannerOptions, xp: Any = jnp
+) -> tuple[Any, Any]:
+    """What a round costs with every number of drafts.
+
+    Args:
+        num_attention: [C], attention sublayers that drafts run.
+        num_mlp: [C], MLPs that they run.
+        costs: measured latencies.
+        n: context length.
+        options: how to search.
+        xp: jnp or np, which computes.
+
+    Returns:
+        Two arrays [C, max_draft + 1]: what the planner weighs tokens against, seconds or with `value="tpl"` layers,
+        infinite where verification was not timed; and seconds.
+    """
+    g = xp.arange(options.max_draft + 1)
+    seconds = costs.round(num_attention[:, None], num_mlp[:, None], g, n)
+    layers = g * (num_attention + num_mlp)[:, None] / 2 + costs.num_layers
+    # what more drafts cost was not measured, and attention over more rows than fit a tile costs a multiple
+    return xp.where(g < costs.rows, layers if options.value == "tpl" else seconds, xp.inf), seconds
 
 
 def sublayer_weights(costs: RoundCosts, n: Any, clip: int, xp: Any = jnp) -> Any:
@@ -239,13 +262,28 @@ def largest_weight(num_layers: int, options: PlannerOptions) -> int:
     return 1
 
 
-def acceptance_of(hits: Any, count: Any, kind: str) -> Any:
-    """The predicted chance of acceptance: (hits + 1) / (count + 2), or `raw` hits / count.
+def acceptance_of(hits: Any, count: Any, kind: str, *, selects: bool) -> Any:
+    """The predicted chances of acceptance [C] of cells, the first of which skips nothing.
 
-    The first is the mean of a uniform prior's posterior (Laplace): a raw 1 on a few tokens would always ask for the
-    longest drafts.
+    `raw` is hits / count (the published code). `smoothed` is that of drafts that skip nothing, times what a cell leaves
+    of them: both are judged on the same few tokens, and what makes those easy or hard says nothing of skipping. Of the
+    h0 tokens that cell 0 hits, h are left to a cell: the posterior of that share under a uniform prior is
+    Beta(h + 1, h0 - h + 1), and its mean less its standard deviation counts, since the best of many cells is likely one
+    that was lucky. Cell 0 is the model itself without a selection, and accepted whole; with one its chance is
+    (h0 + 1) / (count + 2): a raw 1 on few tokens would always ask for the longest drafts.
+
+    Args:
+        hits: int [C], tokens of the full model that each cell predicts. More than cell 0's count as many as those.
+        count: reference tokens.
+        kind: `smoothed` or `raw`.
+        selects: drafts attend to selected rows, so that those that skip nothing may be rejected.
     """
-    return hits / count if kind == "raw" else (hits + 1) / (count + 2)
+    if kind == "raw":
+        return hits / count
+    base = (hits[0] + selects) / (count + 2 * selects)
+    mean = (jnp.minimum(hits, hits[0]) + 1) / (hits[0] + 2)
+    deviation = jnp.sqrt(mean * (1 - mean) / (hits[0] + 3))
+    return base * jnp.where(jnp.arange(hits.size) == 0, 1, mean - deviation)
 
 
 def read_search(search: Search) -> Planned:

@@ -78,13 +78,13 @@ def test_planning_is_no_decoding(capsys, tmp_path, monkeypatch):
     assert (
         run(capsys, "profile", "--model", "m", "--contexts", "30", "90", "--repeats", "1", "--out", str(path))[0] == 0
     )
-    planned = controller._plan
+    planned = controller._search
 
     def slow(*args):
         time.sleep(5)
         return planned(*args)
 
-    monkeypatch.setattr(controller, "_plan", slow)
+    monkeypatch.setattr(controller, "_search", slow)
     flags = ["generate", "--model", "m", "--prompt", "w1 w2 w3", "--max-new-tokens", "16"]
     knapspec = [*flags, "--method", "knapspec", "--profile", str(path), "--max-cells", "8"]
     figures = json.loads(run(capsys, *knapspec, "--json")[1])
