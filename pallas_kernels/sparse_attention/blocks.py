@@ -6,7 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.tiling import attention_tile, ceil_div, choose_splits, power_of_two, resident_programs
+from pallas_kernels.tiling import (
+    MULTIPROCESSORS,
+    attention_tile,
+    ceil_div,
+    choose_splits,
+    power_of_two,
+    resident_programs,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +46,13 @@ def choose_block_sizes(
     programs = batch * kv_heads * ceil_div(num_rows * group, rows)
     resident = resident_programs(2 * num_stages * block_m * width * itemsize)
     steps = ceil_div(listed + window, block_m)
+    if num_rows == 1 and itemsize == 2 and width <= 128 and rows <= 32:
+        if programs * steps <= 3 * MULTIPROCESSORS:
+            return BlockSizes(rows, block_m, steps, 2 if width == 64 else num_warps, num_stages)
+        # One program per multiprocessor with twice the rows a step hides as much as two do, and leaves fewer parts.
+        num_splits = MULTIPROCESSORS // programs
+        if num_splits and steps >= 6 * num_splits:
+            return BlockSizes(rows, 2 * block_m, num_splits, num_warps, num_stages)
     # A step waits for a gather of far rows, so that it costs about as much as a merge. Single steps pay where all of
     # them run at once: 3.9 us instead of 5.7 for 287 rows at batch 1, but 11 instead of 10 for 512 at batch 16.
     least_steps = 1 if programs * steps <= resident else 2
