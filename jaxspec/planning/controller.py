@@ -33,6 +33,8 @@ class _Memory:
     searched_at: tuple[int, float] = (0, 1.0)  # rounds and context length at the last search
     search_seconds: float = 0.0  # of the last search
     rounds: Any = 0  # int [B], rounds of each row at the last call
+    pause: int = 0  # rounds from that call to the next
+    seconds_left: float = np.inf  # until the last row ends with the plan that drafts, when that was last weighed
     # float [2, B] by the sublayers that drafts ran: those accepted, and those accepted or rejected
     measured: dict[LayerMask, np.ndarray] = field(default_factory=dict)
 
@@ -56,7 +58,8 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     decoding time so far, this one included. Due it is once the context has grown by `growth`, or a period after the
     last one: `replan_every` rounds, doubled each time that the plan stays. In between the plan is weighed against
     skipping nothing and against those chosen before, by what was measured. Each search and each change leaves a record
-    in `run.log`. The next call comes after as many rounds as there were, within `replan_every` and a quarter of them.
+    in `run.log`. The next call comes after a quarter of `replan_every` rounds, and each time that the plan stays after
+    twice as many as before: a call interrupts the device, which costs more than what is weighed.
     """
     memory = run.memory.get("knapspec")
     if memory is None:
@@ -64,10 +67,12 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     acceptance = _measure(memory, run.state)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
         memory.plan, memory.waiting = memory.waiting, None
+    before = memory.plan
     searches = memory.plan is None or _is_due(method, run, memory)
     if searches or memory.waiting is None:
         _consider(method, run, memory, searches, acceptance)
-    run.replan_at = run.rounds + min(max(run.rounds, method.replan_every // 4, 1), method.replan_every)
+    memory.pause = 2 * memory.pause if memory.plan is before else max(method.replan_every // 4, 1)
+    run.replan_at = run.rounds + memory.pause
     return _with(method, run, memory.plan)
 
 
@@ -90,6 +95,7 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, searches: bool, acc
     seconds = time.perf_counter() - started
     run.replan_seconds += seconds
     taken = _take(method, run, memory, choice)
+    memory.seconds_left = choice.seconds_left_before
     kept = taken in ("same", "not worth it")
     if searches:
         memory.searched_at, memory.search_seconds = (run.rounds, _context(run.state)), seconds
@@ -190,6 +196,9 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     rounds, length = memory.searched_at
     grown = _context(run.state) >= method.growth * length
     due = grown or run.rounds - rounds >= memory.period
+    if method.execution == "static" and method.compile_in == "foreground":
+        # else no new plan could save what compiling it takes
+        due = due and memory.seconds_left > run.longest_compile_seconds
     return due and run.replan_seconds + memory.search_seconds <= method.planner_share * run.decode_seconds
 
 

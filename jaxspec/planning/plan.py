@@ -262,6 +262,10 @@ def largest_weight(num_layers: int, options: PlannerOptions) -> int:
     return 1
 
 
+# drafts accepted of drafts made that stand for what is known of drafts over selected rows
+SELECTED = (0.97 * 64, 64)
+
+
 def acceptance_of(hits: Any, count: Any, kind: str, *, selects: bool) -> Any:
     """The predicted chances of acceptance [C] of cells, the first of which skips nothing.
 
@@ -269,8 +273,9 @@ def acceptance_of(hits: Any, count: Any, kind: str, *, selects: bool) -> Any:
     of them: both are judged on the same few tokens, and what makes those easy or hard says nothing of skipping. Of the
     h0 tokens that cell 0 hits, h are left to a cell: the posterior of that share under a uniform prior is
     Beta(h + 1, h0 - h + 1), and its mean less its standard deviation counts, since the best of many cells is likely one
-    that was lucky. Cell 0 is the model itself without a selection, and accepted whole; with one its chance is
-    (h0 + 1) / (count + 2): a raw 1 on few tokens would always ask for the longest drafts.
+    that was lucky. Cell 0 is the model itself without a selection, and accepted whole. With one, 64 drafts of which 97%
+    are accepted count beside its hits: so many are with Vegas in long texts (docs/performance.md), while the tokens of
+    a prompt, which others wrote, are hit less often than the model's own will be.
 
     Args:
         hits: int [C], tokens of the full model that each cell predicts. More than cell 0's count as many as those.
@@ -280,7 +285,8 @@ def acceptance_of(hits: Any, count: Any, kind: str, *, selects: bool) -> Any:
     """
     if kind == "raw":
         return hits / count
-    base = (hits[0] + selects) / (count + 2 * selects)
+    accepted, drafted = SELECTED if selects else (0, 0)
+    base = (hits[0] + accepted) / (count + drafted)
     mean = (jnp.minimum(hits, hits[0]) + 1) / (hits[0] + 2)
     deviation = jnp.sqrt(mean * (1 - mean) / (hits[0] + 3))
     return base * jnp.where(jnp.arange(hits.size) == 0, 1, mean - deviation)

@@ -205,7 +205,7 @@ def test_the_period_doubles_while_the_plan_stays(monkeypatch):
 
 
 def test_a_plan_that_does_not_pay_lengthens_the_period(monkeypatch):
-    stage = Stage(monkeypatch, growth=1000.0, compile_seconds=100.0)
+    stage = Stage(monkeypatch, growth=1000.0, compile_seconds=3.0)
     stage.plan_seconds = 1e-6
     for segment in range(1, 9):
         stage.replan()
@@ -224,17 +224,42 @@ def test_growth_asks_for_a_plan_before_the_period_is_over(monkeypatch):
         assert len(stage.planned) == planned
 
 
-def test_the_acceptance_so_far_is_looked_at_more_often_at_first(monkeypatch):
-    """Each call comes after as many rounds as there were, within a quarter of `replan_every` and the whole of it."""
+def test_the_plan_is_weighed_less_and_less_often_while_it_stays(monkeypatch):
+    """A quarter of `replan_every` rounds after the first plan, and then after twice as many as before."""
     stage, calls = Stage(monkeypatch, new_tokens=10**6), []
-    while stage.run.rounds < 200:
+    while stage.run.rounds < 600:
         calls.append(stage.run.rounds)
         stage.replan()
         stage.decode(0.1, 90, 190, rounds=stage.run.replan_at - stage.run.rounds)
-    assert calls == [0, 16, 32, 64, 128, 192]
+    assert calls == [0, 16, 48, 112, 240, 496]
     stage = Stage(monkeypatch, replan_every=1)
     stage.replan()
     assert stage.run.replan_at == 1
+
+
+def test_a_change_of_plan_is_soon_looked_at(monkeypatch):
+    stage = Stage(monkeypatch, new_tokens=10**6)
+    stage.replan()
+    stage.decode(10.0, 90, 190, rounds=64)
+    stage.replan()
+    assert stage.run.replan_at == 64 + 32
+    stage.found = TWO
+    stage.decode(10.0, 180, 280, rounds=128)
+    assert stage.replan() == TWO
+    assert stage.run.replan_at == 192 + 16
+
+
+@pytest.mark.parametrize(("execution", "compile_in", "planned"), [
+    ("static", "foreground", 1), ("static", "background", 2), ("traced", "foreground", 2)
+])  # fmt: skip
+def test_nothing_is_searched_that_could_not_pay_for_its_compilation(monkeypatch, execution, compile_in, planned):
+    stage = Stage(monkeypatch, execution=execution, compile_in=compile_in)
+    monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
+    stage.replan()
+    stage.run.longest_compile_seconds = 60.0  # only 4 s are left
+    stage.decode(10.0, 90, 190, rounds=64)
+    stage.replan()
+    assert len(stage.planned) == planned
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.9, ONE), (0.88, NOTHING)])

@@ -103,10 +103,10 @@ def share_left(hits, of):
 
 def test_what_skipping_costs_is_judged_beside_skipping_nothing():
     """Of 30 tokens that drafts over selected rows hit, all, 27 and none are left; to hit more than those is chance.
-    Those drafts themselves are worth (30 + 1) / (32 + 2)."""
+    Those drafts themselves are judged with 64 others, of which 97% were accepted."""
     hits = np.array([30, 30, 27, 0, 32])
     left = np.array([1, share_left(30, 30), share_left(27, 30), share_left(0, 30), share_left(30, 30)])
-    np.testing.assert_allclose(acceptance_of(hits, 32, "smoothed", selects=True), 31 / 34 * left, rtol=1e-5)
+    np.testing.assert_allclose(acceptance_of(hits, 32, "smoothed", selects=True), (30 + 62.08) / 96 * left, rtol=1e-5)
     # without a selection only rounding tells them from the model, and they are not smoothed
     whole = acceptance_of(np.array([32, 27]), 32, "smoothed", selects=False)
     np.testing.assert_allclose(whole, [1, share_left(27, 32)], rtol=1e-5)
@@ -164,7 +164,7 @@ def test_a_selection_is_what_the_cells_read():
     whole = over(every)
     for c, other in zip(whole.frontier, found.frontier, strict=True):
         assert c.similarity == pytest.approx(other.similarity, abs=1e-5)
-        assert c.alpha == pytest.approx(0.9 * other.alpha)  # 8 hits of 8 say no more of a selection
+        assert c.alpha == pytest.approx((8 + 62.08) / 72 * other.alpha)  # 8 hits of 8 say no more of a selection
         assert c.tokens_per_second == pytest.approx(predicted(c, c.plan.num_draft, CHEAP_DRAFTS, True), rel=1e-5)
     few = over(first)
     assert few.frontier[0].similarity < 0.999
