@@ -127,6 +127,20 @@ def test_a_plan_whose_gain_is_less_than_its_compile_time(monkeypatch):
     assert stage.replan() == TWO
 
 
+@pytest.mark.parametrize("execution", ["static", "traced"])
+def test_a_plan_whose_gain_is_within_the_error_of_the_model(monkeypatch, execution):
+    """4% of the time left are not worth a change that costs nothing, 6% are."""
+    for saved, expected in ((0.04, ONE), (0.06, TWO)):
+        stage = Stage(monkeypatch, execution=execution)
+        monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
+        stage.run.prepare(stage.method.with_plan(TWO), background=False)
+        stage.left = (4.0, 4.0 * (1 - saved))
+        stage.replan()
+        stage.found = TWO
+        stage.decode(5.0, 90, 190)
+        assert stage.replan() == expected
+
+
 def test_a_plan_that_loses_is_not_taken(monkeypatch):
     """By layers run, which `value="tpl"` weighs, another plan may be best and yet end later."""
     stage = Stage(monkeypatch)
