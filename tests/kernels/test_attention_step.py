@@ -65,12 +65,13 @@ def check(operands, listed, options, run):
         assert error(out, wanted) <= TOLERANCE["out"][operands[1].dtype.type]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# in plain jnp they are those two, see the other tests
+@pytest.mark.parametrize("backend", KERNELS)
 @covering(
     full=("batch", "group", "head_dim"),
     batch=(1, 3),
-    group=(1, 5, 8, 24),
-    head_dim=(64, 96, 128, 256),
+    group=(1, 5, 24),
+    head_dim=(64, 96, 256),
     dtype=DTYPES,
     listed=(None, 1, 40),
     num_parts=(1, 3),
