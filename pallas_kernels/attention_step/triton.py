@@ -90,7 +90,7 @@ def _add_new_row(
 
 
 def _call(
-    start: Callable[..., Callable[[jax.Array, online.State], online.State]],
+    begin: Callable[..., Callable[[jax.Array, online.State], online.State]],
     operands: dict[str, jax.Array | None],
     blocks: BlockSizes,
     name: str,
@@ -101,7 +101,7 @@ def _call(
     early: bool,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs a kernel whose attention to the first `length` cache rows is start(refs, tile, length)(queries, state).
+    """Runs a kernel whose attention to the first `length` cache rows is begin(refs, tile, length)(queries, state).
 
     qkv [C,B,1,K,G+2,H]; the other operands as of the public ops.
     """
@@ -118,7 +118,7 @@ def _call(
         by_name = dict(zip((*named, "k_out", "v_out"), refs, strict=False))
         tile = tile_of(1, group, head_dim, by_name["attend_at"], blocks.rows)
         visible = jnp.minimum(by_name["attend_at"][tile.batch] + 1, by_name["start"][tile.batch])
-        attend = start(by_name, tile, jnp.clip(visible, 0, by_name["k_cache"].shape[1]))
+        attend = begin(by_name, tile, jnp.clip(visible, 0, by_name["k_cache"].shape[1]))
         member = tile.head - tile.kv_head * group
         q = _projected(by_name, tile, member, tile.query == 0, by_name.get("q_scale"), True, eps)
         state = attend(q, online.initial(blocks.rows, tile.column.size))
@@ -170,7 +170,7 @@ def cached_step(
     group = qkv.shape[-2] - 2
     cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, k_cache.dtype)
 
-    def start_rows(refs, tile, length):
+    def begin_rows(refs, tile, length):
         program = tile.batch, tile.kv_head, tile.split
         position = jnp.broadcast_to(length - 1, (cut.rows,))
         rows = (refs["k_cache"], refs["v_cache"], program, position, length, length)
@@ -178,7 +178,7 @@ def cached_step(
 
     operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale)
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(start_rows, operands, cut, "cached_step", **options, window=0)
+    return _call(begin_rows, operands, cut, "cached_step", **options, window=0)
 
 
 @dispatch.shared("window", "scale", "eps", "early", "interpret", "blocks")
@@ -210,7 +210,7 @@ def sparse_step(
     group, listed = qkv.shape[-2] - 2, rows.shape[2]
     cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, k_cache.dtype)
 
-    def start_listed(refs, tile, length):
+    def begin_listed(refs, tile, length):
         named = (refs[name] for name in ("k_cache", "v_cache", "rows", "count", "valid", "layer"))
         return start_slots(tile, *named, length, scale=scale, blocks=cut, window=window)
 
@@ -221,7 +221,7 @@ def sparse_step(
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(start_listed, operands, cut, "sparse_step", **options, window=window)
+    return _call(begin_listed, operands, cut, "sparse_step", **options, window=window)
 
 
 def _operands(
