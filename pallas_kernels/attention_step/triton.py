@@ -122,7 +122,7 @@ def _call(
         member = tile.head - tile.kv_head * group
         q = _projected(by_name, tile, member, tile.query == 0, by_name.get("q_scale"), True, eps)
         state = attend(q, online.initial(blocks.rows, tile.column.size))
-        # last, since what it waits for would hold up all that attention reads
+        # last: its loads would otherwise come before those of attention
         add = lambda state: _add_new_row(by_name, tile, q, state, scale, eps, window)  # noqa: E731
         state = jax.lax.cond(tile.split == 0, add, lambda state: state, state)
         store_results(refs[len(by_name) :], tile, state, 1)
