@@ -69,6 +69,10 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     if memory is None:
         memory = run.memory["knapspec"] = _begin(method, run)
     acceptance = _measure(memory, run.state)
+    if memory.plan is not None and not np.any(_running(run.state)):
+        # a stream launches one round more than it waits for
+        run.replan_at = run.rounds + 1
+        return _with(method, run, memory.plan)
     if memory.waiting is not None and run.is_ready(method.with_plan(memory.waiting)):
         memory.plan, memory.waiting = memory.waiting, None
     before = memory.plan

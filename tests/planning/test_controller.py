@@ -293,6 +293,16 @@ def test_without_skipping_nothing_on_the_frontier_there_is_no_speculating(monkey
     assert stage.replan() == Plan(EVERY, EVERY, 0)
 
 
+def test_rounds_that_nobody_waits_for_keep_the_plan(monkeypatch):
+    """A stream has one more under way when it learns that all rows have ended."""
+    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), max_draft=2, replan_every=1)
+    first = stage.replan()
+    stage.decode(0.1, 30, 130, rounds=15)
+    stage.run.state.finish[:] = Finish.LENGTH
+    assert stage.replan() == first
+    assert stage.planned == [0]
+
+
 @pytest.mark.parametrize("execution", ["static", "traced"])
 def test_a_plan_that_disappoints_is_given_up_without_a_search(monkeypatch, execution):
     """ONE was to accept 0.9 and accepts half: 1.8 tokens in 18 ms. Skipping nothing promises 2.7 in 20 ms until its
