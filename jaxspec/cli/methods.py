@@ -80,7 +80,8 @@ def method_from_flags(args: argparse.Namespace, *, lossy: bool = True) -> Method
         raise ValueError(f"--method {args.method} {'needs' if needs_draft else 'takes no'} --draft MODEL")
     method = method_of(record, ANY_DRAFT_MODEL)
     if args.tuned is not None:
-        print(f"jaxspec: {args.tuned} chose {describe(record['chosen'])}", file=sys.stderr)
+        case = f"batch {record.get('batch', '?')} and {record.get('context', '?')} tokens of context"
+        print(f"jaxspec: {args.tuned} chose {describe(record['chosen'])}, at {case}", file=sys.stderr)
     return method
 
 

@@ -23,7 +23,7 @@ def check_outputs(outputs: dict[str, Path | None], inputs: Sequence[str | Path |
 
     Args:
         outputs: by flag; that of `--plot` is a picture.
-        inputs: files that the run reads.
+        inputs: files and directories that the run reads.
     """
     read = {Path(path).resolve() for path in inputs if path is not None}
     written: dict[Path, str] = {}
@@ -33,8 +33,11 @@ def check_outputs(outputs: dict[str, Path | None], inputs: Sequence[str | Path |
         if flag == "--plot":
             _check_plot(path)
         _check_output(flag, path)
+        inside = next((parent for parent in path.resolve().parents if parent in read), None)
         if path.resolve() in read:
             raise ValueError(f"{flag} {path} would replace a file that this command reads")
+        if inside is not None and path.exists():
+            raise ValueError(f"{flag} {path} would replace a file in {inside}, which this command reads")
         if path.resolve() in written:
             raise ValueError(f"{written[path.resolve()]} and {flag} name the same file, {path}")
         written[path.resolve()] = flag

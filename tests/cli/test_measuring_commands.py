@@ -188,7 +188,7 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     prompt = ["--model", checkpoint.converted, "--prompt", "the quick brown fox", "--max-new-tokens", 6, "--json"]
     code, tuned, said = run(capsys, "generate", *prompt, "--tuned", out)
     assert code == 0
-    assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2\n" in said
+    assert f"jaxspec: {out} chose vegas:rho=0.3,min_keep=4,num_draft=2, at batch 1 and 100 tokens of context\n" in said
     assert json.loads(tuned)["method"] == "vegas"
     assert json.loads(tuned)["options"]["rho"] == 0.3
     for more in (["--rho", 0.5], ["--refresh-every", 0]):
@@ -237,6 +237,10 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
         (
             ["bench", "--model", "pyproject.toml", "--json", "pyproject.toml"],
             "would replace a file that this command reads",
+        ),
+        (
+            ["bench", "--model", "tests", "--json", "tests/conftest.py"],
+            "--json tests/conftest.py would replace a file in ",
         ),
         (
             ["bench", "--model", "x", "--json", "a.json", "--methods", "knapspec:profile=a.json"],
