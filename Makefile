@@ -19,7 +19,7 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 
 demo: $(DEMO)/report.json
 	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)"
-	@echo "and once more, drafted by Vegas: the same text. It is for long contexts; at a short prompt drafts cost more than they save"
+	@echo "and once more, drafted by Vegas: the same text. It is for long contexts; at a short prompt it gains nothing"
 	$(BIN)/jaxspec generate --model $(DEMO) --chat --max-new-tokens 200 --prompt "$(PROMPT)" --method vegas
 
 test: $(VENV)/test.stamp
