@@ -33,14 +33,15 @@ def check_outputs(outputs: dict[str, Path | None], inputs: Sequence[str | Path |
         if flag == "--plot":
             _check_plot(path)
         _check_output(flag, path)
-        inside = next((parent for parent in path.resolve().parents if parent in read), None)
-        if path.resolve() in read:
+        resolved = path.resolve()
+        inside = next((parent for parent in resolved.parents if parent in read), None)
+        if resolved in read:
             raise ValueError(f"{flag} {path} would replace a file that this command reads")
         if inside is not None and path.exists():
             raise ValueError(f"{flag} {path} would replace a file in {inside}, which this command reads")
-        if path.resolve() in written:
-            raise ValueError(f"{written[path.resolve()]} and {flag} name the same file, {path}")
-        written[path.resolve()] = flag
+        if resolved in written:
+            raise ValueError(f"{written[resolved]} and {flag} name the same file, {path}")
+        written[resolved] = flag
 
 
 def _check_output(flag: str, path: Path) -> None:

@@ -111,8 +111,8 @@ class Attention(nn.Module):
         Keys and values go to rows `start` and on; the queries see what positions `attend_at` and on see.
         """
         c = self.config
-        alone = selection is None or isinstance(selection, KVSelection)
-        one_step = alone and x.shape[1] == 1 and self.layer not in collect.queries and collect.scored_rows is None
+        wanted = isinstance(selection, KVSelector) or self.layer in collect.queries or collect.scored_rows is not None
+        one_step = x.shape[1] == 1 and not wanted
         # a step's large programs would start wherever the product's end first, and pile up there
         projected = self.qkv.parts(x, add_bias=False, early=early and not one_step)
         options = {

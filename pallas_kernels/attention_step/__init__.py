@@ -52,7 +52,7 @@ def cached_step(
     from pallas_kernels.attention_step import triton
 
     options = {"scale": scale, "eps": eps, "early": early, "interpret": backend == "interpret"}
-    return triton.cached_step(*operands, attend_at, **projection, **options)
+    return triton.cached_step(triton.Token(*operands, **projection), attend_at, **options)
 
 
 def sparse_step(
@@ -98,7 +98,7 @@ def sparse_step(
     from pallas_kernels.attention_step import triton
 
     options = {"eps": eps, "early": early, "interpret": backend == "interpret"}
-    return triton.sparse_step(*operands, rows, attend_at, layer=layer, **projection, **lists, **options)
+    return triton.sparse_step(triton.Token(*operands, **projection), rows, attend_at, layer=layer, **lists, **options)
 
 
 def _check(

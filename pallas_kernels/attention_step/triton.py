@@ -6,9 +6,10 @@ where it may not yet be.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,26 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import dispatch, online
 from pallas_kernels.cached_attention import blocks as cached_blocks
 from pallas_kernels.cached_attention.triton import attend_rows
-from pallas_kernels.partial_sums import load_sum
+from pallas_kernels.rope_and_cache.triton import read_projection
 from pallas_kernels.sparse_attention import blocks as sparse_blocks
 from pallas_kernels.sparse_attention.triton import Tile, result_shapes, start_slots, store_results, tile_of
 from pallas_kernels.tiling import ceil_div
 
 BlockSizes = cached_blocks.BlockSizes | sparse_blocks.BlockSizes
+
+
+class Token(NamedTuple):
+    """What `rope_and_cache` takes, of one token per sequence."""
+
+    qkv: jax.Array
+    k_cache: jax.Array
+    v_cache: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    start: jax.Array
+    bias: jax.Array | None = None
+    q_scale: jax.Array | None = None
+    k_scale: jax.Array | None = None
 
 
 def _projected(
@@ -35,12 +50,8 @@ def _projected(
     mask = mask[:, None] & tile.in_head[None, :]
 
     def read(column):
-        at = lambda part: refs["qkv"].at[part, tile.batch, 0, tile.kv_head, member[:, None], column[None, :]]  # noqa: E731
-        x = load_sum(at, refs["qkv"].shape[0], mask).astype(dtype)
-        if "bias" in refs:
-            bias = pltriton.load(refs["bias"].at[tile.kv_head, member[:, None], column[None, :]], mask=mask, other=0.0)
-            x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
-        return x
+        of = tile.batch, 0, tile.kv_head
+        return read_projection(refs["qkv"], refs.get("bias"), of, member[:, None], column[None, :], mask, dtype)
 
     if not rotated:
         return read(tile.column)
@@ -63,7 +74,7 @@ def _projected(
 
 
 def _add_new_row(
-    refs: dict[str, Any], tile: Tile, q: jax.Array, state: online.State, scale: float, eps: float, window: int
+    refs: dict[str, Any], tile: Tile, q: jax.Array, state: online.State, *, scale: float, eps: float, window: int
 ) -> online.State:
     """Writes the new row, and adds it to the state of queries [rows,H] that see it."""
     group, head_dim = refs["qkv"].shape[4] - 2, refs["qkv"].shape[5]
@@ -91,7 +102,8 @@ def _add_new_row(
 
 def _call(
     begin: Callable[..., Callable[[jax.Array, online.State], online.State]],
-    operands: dict[str, jax.Array | None],
+    token: Token,
+    operands: dict[str, jax.Array],
     blocks: BlockSizes,
     name: str,
     *,
@@ -103,14 +115,15 @@ def _call(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs a kernel whose attention to the first `length` cache rows is begin(refs, tile, length)(queries, state).
 
-    qkv [C,B,1,K,G+2,H]; the other operands as of the public ops.
+    The operands are named as those of the public ops, `attend_at` among them.
     """
-    named = {name: x for name, x in operands.items() if x is not None}
+    named = {name: x for name, x in token._asdict().items() if x is not None} | operands
+    named["qkv"] = token.qkv if token.qkv.ndim == 6 else token.qkv[None]
     # aliased operands are the last ones
     caches = {name: named.pop(name) for name in ("k_cache", "v_cache")}
     named |= caches
     _, batch, _, kv_heads, members, head_dim = named["qkv"].shape
-    group, dtype = members - 2, caches["k_cache"].dtype
+    group, dtype = members - 2, token.k_cache.dtype
     if head_dim > 256:
         raise ValueError(f"qkv has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
 
@@ -123,7 +136,7 @@ def _call(
         q = _projected(by_name, tile, member, tile.query == 0, by_name.get("q_scale"), True, eps)
         state = attend(q, online.initial(blocks.rows, tile.column.size))
         # last: its loads would otherwise come before those of attention
-        add = lambda state: _add_new_row(by_name, tile, q, state, scale, eps, window)  # noqa: E731
+        add = functools.partial(_add_new_row, by_name, tile, q, scale=scale, eps=eps, window=window)
         state = jax.lax.cond(tile.split == 0, add, lambda state: state, state)
         store_results(refs[len(by_name) :], tile, state, 1)
 
@@ -148,17 +161,9 @@ def _call(
 
 @dispatch.shared("scale", "eps", "early", "interpret", "blocks")
 def cached_step(
-    qkv: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    start: jax.Array,
+    token: Token,
     attend_at: jax.Array,
     *,
-    bias: jax.Array | None,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
     scale: float,
     eps: float,
     early: bool = False,
@@ -166,29 +171,23 @@ def cached_step(
     blocks: cached_blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the public op; `blocks` overrides the choice for measurements."""
-    batch, capacity, kv_heads, head_dim = k_cache.shape
-    group = qkv.shape[-2] - 2
-    cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, k_cache.dtype)
+    batch, capacity, kv_heads, head_dim = token.k_cache.shape
+    group, dtype = token.qkv.shape[-2] - 2, token.k_cache.dtype
+    cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, dtype)
 
-    def begin_rows(refs, tile, length):
+    def begin(refs, tile, length):
         program = tile.batch, tile.kv_head, tile.split
         position = jnp.broadcast_to(length - 1, (cut.rows,))
         rows = (refs["k_cache"], refs["v_cache"], program, position, length, length)
         return lambda q, state: attend_rows(q, state, *rows, scale=scale, blocks=cut)
 
-    operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale)
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(begin_rows, operands, cut, "cached_step", **options, window=0)
+    return _call(begin, token, {"attend_at": attend_at}, cut, "cached_step", **options, window=0)
 
 
 @dispatch.shared("window", "scale", "eps", "early", "interpret", "blocks")
 def sparse_step(
-    qkv: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    start: jax.Array,
+    token: Token,
     rows: jax.Array,
     attend_at: jax.Array,
     *,
@@ -196,9 +195,6 @@ def sparse_step(
     count: jax.Array | None,
     valid: jax.Array,
     window: int,
-    bias: jax.Array | None,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
     scale: float,
     eps: float,
     early: bool = False,
@@ -206,35 +202,20 @@ def sparse_step(
     blocks: sparse_blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the public op, with rows [L,B,M]; `blocks` overrides the choice for measurements."""
-    batch, _, kv_heads, head_dim = k_cache.shape
-    group, listed = qkv.shape[-2] - 2, rows.shape[2]
-    cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, k_cache.dtype)
+    batch, _, kv_heads, head_dim = token.k_cache.shape
+    group, listed, dtype = token.qkv.shape[-2] - 2, rows.shape[2], token.k_cache.dtype
+    cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, dtype)
 
-    def begin_listed(refs, tile, length):
+    def begin(refs, tile, length):
         named = (refs[name] for name in ("k_cache", "v_cache", "rows", "count", "valid", "layer"))
         return start_slots(tile, *named, length, scale=scale, blocks=cut, window=window)
 
-    operands = _operands(qkv, k_cache, v_cache, cos, sin, start, attend_at, bias, q_scale, k_scale) | {
+    operands = {
+        "attend_at": attend_at,
         "rows": rows,
         "count": jnp.full(batch, listed, jnp.int32) if count is None else count,
         "valid": valid,
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}
-    return _call(begin_listed, operands, cut, "sparse_step", **options, window=window)
-
-
-def _operands(
-    qkv: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    start: jax.Array,
-    attend_at: jax.Array,
-    bias: jax.Array | None,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-) -> dict[str, jax.Array | None]:
-    """The arguments by name, with qkv [C,B,1,K,G+2,H]."""
-    return locals() | {"qkv": qkv if qkv.ndim == 6 else qkv[None]}
+    return _call(begin, token, operands, cut, "sparse_step", **options, window=window)

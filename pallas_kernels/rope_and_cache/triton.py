@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -25,12 +27,7 @@ def _kernel(
     sin = pltriton.load(sin_ref.at[batch, token, pair], mask=in_half, other=0.0)
 
     def read(member, mask, column):
-        at = lambda part: qkv_ref.at[part, batch, token, kv_head, member, column]  # noqa: E731
-        x = load_sum(at, qkv_ref.shape[0], mask).astype(dtype)
-        if bias_ref is not None:
-            bias = pltriton.load(bias_ref.at[kv_head, member, column], mask=mask, other=0.0)
-            x = (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
-        return x
+        return read_projection(qkv_ref, bias_ref, (batch, token, kv_head), member, column, mask, dtype)
 
     def norm_and_rotate(low, high, scale_ref):
         low, high = low.astype(jnp.float32), high.astype(jnp.float32)
@@ -61,6 +58,26 @@ def _kernel(
     q = norm_and_rotate(*(read(member, mask, column[None, :]) for column in columns), q_scale_ref)
     for column, x in zip(columns, q, strict=True):
         write(q_out, (batch, token, kv_head * group + member), mask, column[None, :], x)
+
+
+def read_projection(
+    qkv_ref: Any,
+    bias_ref: Any,
+    of: tuple[Any, Any, Any],
+    member: Any,
+    column: jax.Array,
+    mask: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Columns of members of qkv [C,B,T,K,G+2,H]: added up over C, rounded, and with bias [K,G+2,H], or None, added.
+
+    `of` is a batch row, token and kv head.
+    """
+    x = load_sum(lambda part: qkv_ref.at[part, *of, member, column], qkv_ref.shape[0], mask).astype(dtype)
+    if bias_ref is None:
+        return x
+    bias = pltriton.load(bias_ref.at[of[-1], member, column], mask=mask, other=0.0)
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
 
 
 @dispatch.shared("eps", "interpret")

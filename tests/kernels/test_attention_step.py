@@ -95,16 +95,15 @@ CUTS = [
 @pytest.mark.parametrize("blocks", CUTS, ids=str)
 def test_every_cut_gives_the_same(blocks, backend):
     operands, options = inputs(3, 5, 64, BF16, 3, "bias")
-    none = dict.fromkeys(("q_scale", "k_scale"))
 
-    def run(operands, listed, **options):
-        options |= none | {"blocks": blocks, "interpret": backend == "interpret"}
+    def run(operands, listed, bias, **options):
+        *operands, attend_at = operands
+        token = triton.Token(*operands, bias=bias)
+        options |= {"blocks": blocks, "interpret": backend == "interpret"}
         if listed is None:
-            return triton.cached_step(*operands, **options)
-        rows, *rest = listed["rows"][None], operands[6]
-        return triton.sparse_step(
-            *operands[:6], rows, *rest, layer=0, count=None, valid=listed["valid"], window=WINDOW, **options
-        )
+            return triton.cached_step(token, attend_at, **options)
+        lists = {"layer": 0, "count": None, "valid": listed["valid"], "window": WINDOW}
+        return triton.sparse_step(token, listed["rows"][None], attend_at, **lists, **options)
 
     check(operands, lists(operands[5]) if isinstance(blocks, SparseBlocks) else None, options, run)
 

@@ -1,94 +1,10 @@
-"""When a new plan is made and taken over: clocks and plans by hand, nothing is computed."""
+"""When a new plan is looked for and taken over."""
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from jaxspec import KnapSpec, Plan
-from jaxspec.planning import Candidate, LatencyProfile, Line, Planned, controller
-from jaxspec.replanning import Run
-from jaxspec.types import Finish, Stats
-
-LINE = Line(0.0, 1e-3)
-EVERY = (True, True)
-PROFILE = LatencyProfile(2, 1, 11, LINE, 1e-3, 1e-3, LINE, 1e-3, 1e-3, 5e-3)  # a plain step takes 10 ms
-ONE, TWO = Plan((True, False), (True, True), 2), Plan((True, True), (True, False), 2)
-NOTHING = Plan(EVERY, EVERY, 2)
-
-
-def beside_nothing(alpha):
-    """A frontier of two: skipping nothing, accepted whole, makes 3 tokens in 2 * 5 + 10 ms, 150 a second; ONE in 8 +
-    10 ms 151 at alpha = 0.9. A plain step makes 100."""
-    nothing = Candidate(NOTHING, 0, 1.0, 1.0, 0.0)
-    return nothing, Candidate(ONE, 1, 0.9, alpha, 0.0)
-
-
-class Stage:
-    """A run whose planner and compiler do as they are told, and a clock that only they and `decode` move.
-
-    A search finds `found`, which ends in `left[1]` seconds instead of `left[0]`, and nothing is better in between; or
-    with a `frontier` the controller chooses itself.
-    """
-
-    def __init__(self, monkeypatch, new_tokens=1000, compile_seconds=0.5, frontier=None, **options):
-        self.now, self.plan_seconds, self.choose_seconds, self.compile_seconds = 0.0, 0.01, 0.0, compile_seconds
-        self.found, self.planned, self.compiled, self.gate = ONE, [], [], None
-        self.left, self.frontier = (4.0, 2.0), beside_nothing(0.9) if frontier is None else frontier
-        self.method = KnapSpec(profile=PROFILE, **options)
-        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(controller, "time", clock)
-        monkeypatch.setattr("jaxspec.replanning.time", clock)
-        monkeypatch.setattr(controller, "plan", self.plan)
-        if frontier is None:
-            monkeypatch.setattr(controller, "_choose", self.choose)
-        monkeypatch.setattr(controller, "_arguments", lambda run: ())
-        monkeypatch.setattr(controller, "search_plan", SimpleNamespace(
-            lower=lambda *_: SimpleNamespace(compile=lambda: None)))  # fmt: skip
-
-    def state(self, emitted, length, accepted=2):
-        """After one row's rounds of two drafts each, `accepted` of them accepted."""
-        rounds = emitted // (accepted + 1)
-        trace = (np.arange(1000) < rounds)[None]
-        return SimpleNamespace(
-            length=np.array([length]),
-            num_tokens=np.array([emitted + 1]),
-            finish=np.array([Finish.RUNNING]),
-            stats=Stats(np.array([rounds]), np.array([emitted]), 2 * trace, accepted * trace),
-        )
-
-    def plan(self, *_, selection):
-        self.now += self.plan_seconds
-        self.planned.append(self.run.rounds)
-        return Planned(self.found, 0.0, 0.0, 0.0, (1, 1), self.frontier)
-
-    def choose(self, method, run, memory, frontier):
-        self.now += self.choose_seconds
-        before, after = self.left
-        return controller._Choice(self.found if frontier else memory.plan, 0.9, 400.0, 200.0, after, before)
-
-    def lower(self, method):
-        def compile():
-            if self.gate is not None:
-                self.gate.wait()
-            self.now += self.compile_seconds
-            self.compiled.append(method.plan)
-
-        return SimpleNamespace(compile=compile)
-
-    def replan(self):
-        method, _ = self.method.replan(self.run)
-        self.run.prepare(method, background=False)
-        return method.plan
-
-    def decode(self, seconds, emitted, length, rounds=64, **more):
-        """A segment."""
-        self.now += seconds
-        self.run.decode_seconds += seconds
-        self.run.rounds += rounds
-        self.run.state = self.state(emitted, length, **more)
+from stage import ONE, TWO, Stage
 
 
 def test_the_first_plan_and_one_that_pays(monkeypatch):
@@ -132,7 +48,6 @@ def test_a_plan_whose_gain_is_within_the_error_of_the_model(monkeypatch, executi
     """4% of the time left are not worth a change that costs nothing, 6% are."""
     for saved, expected in ((0.04, ONE), (0.06, TWO)):
         stage = Stage(monkeypatch, execution=execution)
-        monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
         stage.run.prepare(stage.method.with_plan(TWO), background=False)
         stage.left = (4.0, 4.0 * (1 - saved))
         stage.replan()
@@ -268,102 +183,8 @@ def test_a_change_of_plan_is_soon_looked_at(monkeypatch):
 ])  # fmt: skip
 def test_nothing_is_searched_that_could_not_pay_for_its_compilation(monkeypatch, execution, compile_in, planned):
     stage = Stage(monkeypatch, execution=execution, compile_in=compile_in)
-    monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
     stage.replan()
     stage.run.longest_compile_seconds = 60.0  # only 4 s are left
     stage.decode(10.0, 90, 190, rounds=64)
     stage.replan()
     assert len(stage.planned) == planned
-
-
-@pytest.mark.parametrize(("alpha", "expected"), [(0.9, ONE), (0.88, NOTHING)])
-def test_the_best_of_the_frontier_is_taken(monkeypatch, alpha, expected):
-    stage = Stage(monkeypatch, frontier=beside_nothing(alpha), max_draft=2)
-    assert stage.replan() == expected
-    record = stage.run.log[0]
-    assert record["predicted_acceptance"] == (1 if expected == NOTHING else alpha)
-    assert record["predicted_tokens_per_second"] == pytest.approx(150, rel=0.01)
-    assert record["predicted_plain_tokens_per_second"] == pytest.approx(100)
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_without_skipping_nothing_on_the_frontier_there_is_no_speculating(monkeypatch, first):
-    """It was dropped where selected rows are too unlike all of them, and with it what others are compared with."""
-    stage = Stage(monkeypatch, frontier=beside_nothing(1.0)[first:])
-    assert stage.replan() == Plan(EVERY, EVERY, 0)
-
-
-def test_rounds_that_nobody_waits_for_keep_the_plan(monkeypatch):
-    """A stream has one more under way when it learns that all rows have ended."""
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), max_draft=2, replan_every=1)
-    first = stage.replan()
-    stage.decode(0.1, 30, 130, rounds=15)
-    stage.run.state.finish[:] = Finish.LENGTH
-    assert stage.replan() == first
-    assert stage.planned == [0]
-
-
-@pytest.mark.parametrize("execution", ["static", "traced"])
-def test_a_plan_that_disappoints_is_given_up_without_a_search(monkeypatch, execution):
-    """ONE was to accept 0.9 and accepts half: 1.8 tokens in 18 ms. Skipping nothing promises 2.7 in 20 ms until its
-    drafts are rejected, all of them; then plain decoding's 1 in 10 ms is best."""
-    options = {"max_draft": 2, "execution": execution, "compile_seconds": 0.01, "reference_tokens": 8}
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), **options)
-    monkeypatch.setattr(controller, "_with", lambda method, run, chosen: (method.with_plan(chosen), run.state))
-    assert stage.replan() == ONE
-    stage.decode(0.1, 30, 130, rounds=15, accepted=1)
-    assert stage.replan() == NOTHING
-    record = stage.run.log[-1]
-    assert (record["taken"], record["searched"], record["measured_acceptance_before"]) == ("changed", False, 0.5)
-    stage.decode(0.1, 100, 200, rounds=70, accepted=0)
-    assert stage.replan() == Plan(EVERY, EVERY, 0)
-    assert stage.planned == [0]
-    assert len(stage.run.log) == 3
-
-
-def test_a_plan_that_measures_well_stays(monkeypatch):
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), max_draft=2, reference_tokens=8)
-    stage.replan()
-    stage.decode(0.1, 90, 120, rounds=30, accepted=2)
-    assert stage.replan() == ONE
-    assert len(stage.run.log) == 1
-
-
-def test_what_was_measured_fades(monkeypatch):
-    """Plain decoding measures nothing. In the end the last search is believed again, and drafts are tried once more."""
-    options = {"max_draft": 2, "reference_tokens": 8, "compile_seconds": 0.0, "growth": 1000.0}
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), **options)
-    stage.plan_seconds = 1e6
-    plans = []
-    for emitted in (100, 200, *[200] * 12):
-        plans.append(stage.replan())
-        stage.decode(0.1, emitted, 100 + emitted, rounds=16, accepted=0)
-    assert [plan.num_draft > 0 for plan in plans[:4]] == [True, True, False, False]
-    assert plans[-1].num_draft > 0
-    assert stage.planned == [0]
-
-
-def test_rows_that_have_ended_count_no_more(monkeypatch):
-    """Not in the acceptance, nor in the tokens left, nor in the context that a round pays for: of two rows the first
-    one ended and rejected all of its drafts, and the second one accepts all."""
-    stage = Stage(monkeypatch, frontier=beside_nothing(0.9), max_draft=2, planner_share=1.0, reference_tokens=8)
-    stage.replan()
-    stage.decode(1.0, 90, 190)
-    stats = stage.run.state.stats
-    stage.run.state = SimpleNamespace(
-        length=np.array([100, 190]),
-        num_tokens=np.array([1, 91]),
-        finish=np.array([Finish.EOS, Finish.RUNNING]),
-        stats=Stats(
-            np.array([30, 30]),
-            np.array([30, 90]),
-            np.tile(stats.drafted, (2, 1)),
-            stats.accepted * np.array([[0], [1]]),
-        ),
-    )
-    stage.run.memory["knapspec"].measured.clear()
-    assert stage.replan() == ONE
-    record = stage.run.log[-1]
-    assert record["length"] == 190 / 2
-    assert record["measured_acceptance_before"] == pytest.approx(60 / 90)
-    assert record["predicted_acceptance"] == pytest.approx((60 + 8 * 0.9) / (60 + 8))
