@@ -22,6 +22,24 @@ def buffer_width(rho: float, min_keep: int, capacity: int) -> int:
     return min(max(_share(rho, capacity), min_keep), capacity)
 
 
+def layer_budgets(rho: float, min_keep: int, shares: tuple[float, ...], length: Array, limit: Array) -> Array:
+    """int32 [L, B] rows to keep in each layer: its share, in thousandths, of what `budget` keeps, rounded up."""
+    wanted = jnp.maximum(_share(rho, length), min_keep)
+    thousandths = jnp.array([round(1000 * share) for share in shares], jnp.int32)[:, None]
+    return jnp.minimum(_of_thousand(thousandths, wanted), limit)
+
+
+def layer_width(rho: float, min_keep: int, shares: tuple[float, ...], capacity: int) -> int:
+    """The largest of `layer_budgets` of any length up to `capacity`."""
+    wanted = max(_share(rho, capacity), min_keep)
+    return min(_of_thousand(round(1000 * max(shares)), wanted), capacity)
+
+
+def _of_thousand(numerator: Any, rows: Any) -> Any:
+    # split so that products stay below 2^31
+    return rows // 1000 * numerator - (-(rows % 1000) * numerator) // 1000
+
+
 def _share(rho: float, length: Any) -> Any:
     share = Fraction(repr(float(rho))).limit_denominator(10_000)
     whole, rest = length // share.denominator, length % share.denominator
@@ -30,12 +48,12 @@ def _share(rho: float, length: Any) -> Any:
 
 
 def top_rows(scores: Array, valid: Array, k: Array, width: int, backend: str | None) -> Array:
-    """The k[b] best of rows 0..valid[b]-1 in every layer, in one call over all layers.
+    """The k best of rows 0..valid[b]-1 in every layer, in one call over all layers.
 
     Args:
         scores: float32 or bfloat16 [L, B, S].
         valid: int32 [B].
-        k: int32 [B].
+        k: int32 [B], or [L, B].
         width: static size of the result.
         backend: see `pallas_kernels.dispatch`.
 
@@ -46,7 +64,7 @@ def top_rows(scores: Array, valid: Array, k: Array, width: int, backend: str | N
     rows, _ = row_selection(
         scores.reshape(layers * batch, capacity),
         jnp.tile(valid, layers),
-        jnp.tile(k, layers),
+        jnp.broadcast_to(k, (layers, batch)).reshape(-1),
         width=width,
         backend=backend,
     )

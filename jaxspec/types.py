@@ -49,7 +49,7 @@ class KVSelection:
     rows: Array  # int32 [L or 1, B, M]; all < valid, -1 pads, last; no row twice; shared by all heads
     valid: Array  # int32 [B]; rows valid..query position are always visible
     window: int = struct.field(pytree_node=False, default=16)  # static bound of (last query position + 1 - valid)
-    count: Array | None = None  # int32 [B], entries before the padding; None: up to M
+    count: Array | None = None  # int32 [L or 1, B], entries before the padding; None: up to M
 
 
 @struct.dataclass

@@ -41,4 +41,4 @@ class Streaming(Method):
         k = budget(self.rho, self.min_keep, state.length, state.length)
         width = buffer_width(self.rho, self.min_keep, capacity)
         rows = sink_and_recent_rows(state.length, k, self.sinks, width)
-        return KVSelection(rows=rows, valid=state.length, window=max(self.num_draft, 1), count=k)
+        return KVSelection(rows=rows, valid=state.length, window=max(self.num_draft, 1), count=k[None])

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from jaxspec.drafting import self_draft
 from jaxspec.methods.base import Method, Models, draft_sampling_option, num_draft_option, option
+from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
-from jaxspec.selection import budget, buffer_width, top_rows
+from jaxspec.selection import layer_budgets, layer_width, top_rows
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, KVSelection, Verdict
 
 
@@ -19,6 +20,9 @@ class Vegas(Method):
     one set for all heads, and to every row that is newer than the scored ones. The scores are a by-product of the
     verification before it, so the set is one round old; the first round takes the last prompt token's.
 
+    `layer_shares` gives a layer that many times the rows instead, since layers differ in what they lose by reading few:
+    a share per layer, their mean 1, or a file of `jaxspec calibrate rows`, which measures them.
+
     `collect` names the verification rows that are scored: `two` the first and the last, `all`, or `last` the one of
     the last accepted token (an ablation of the paper). `score_mode` ranks by softmax weight or by raw logit.
     `draft_sampling` draws drafts in another way than the output.
@@ -29,7 +33,18 @@ class Vegas(Method):
     num_draft: int = num_draft_option(6)
     score_mode: str = option("weight", choices=("weight", "logit"), help="how cache rows are ranked")
     collect: str = option("two", choices=("two", "all", "last"), help="verification rows scored")
+    layer_shares: tuple[float, ...] | str = option("", help="JSON file of `jaxspec calibrate rows`: rows by layer")
     draft_sampling: Sampling | None = draft_sampling_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.layer_shares, str) and self.layer_shares:
+            object.__setattr__(self, "layer_shares", read_layer_shares(self.layer_shares))
+
+    def check_model(self, target: Decoder) -> None:
+        if self.layer_shares and len(self.layer_shares) != target.config.num_layers:
+            shares, layers = len(self.layer_shares), target.config.num_layers
+            raise ValueError(f"Vegas layer_shares are those of {shares} layers, the model has {layers}")
 
     @property
     def max_draft(self) -> int:
@@ -77,11 +92,13 @@ class Vegas(Method):
 
     def _select(self, models: Models, scores: Array, length: Array, valid: Array) -> KVSelection:
         length, valid = models.visible(length), models.visible(valid)
-        k = budget(self.rho, self.min_keep, length, valid)
-        width = buffer_width(self.rho, self.min_keep, scores.shape[-1])
+        shares = self.layer_shares or (1.0,)
+        k = layer_budgets(self.rho, self.min_keep, shares, length, valid)
+        width = layer_width(self.rho, self.min_keep, shares, scores.shape[-1])
         # newer than `valid` are the accepted drafts of the scored round and those in flight
         # rounded as everything else of a 16-bit model is, which halves the passes of the selection
         if models.params["embedding"].dtype.itemsize == 2:
             scores = scores.astype(jnp.bfloat16)
         rows = top_rows(scores, valid, k, width, models.target.backend)
-        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=k)
+        count = jnp.broadcast_to(k, rows.shape[:2])
+        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=count)

@@ -87,18 +87,19 @@ def sparse_step(
     projection = {"bias": bias, "q_scale": q_scale, "k_scale": k_scale}
     operands = (qkv, k_cache, v_cache, cos, sin, start)
     backend = _check(operands, attend_at, projection, backend)
-    rows, layer = check_lists(rows, attend_at, layer, count, valid, window, batch=k_cache.shape[0])
-    lists = {"count": count, "valid": valid, "window": window, "scale": scale}
+    rows, count, layer = check_lists(rows, attend_at, layer, count, valid, window, batch=k_cache.shape[0])
+    lists = {"valid": valid, "window": window, "scale": scale}
     if backend == "xla":
         from pallas_kernels.rope_and_cache import reference as rope_reference
         from pallas_kernels.sparse_attention import reference
 
         q, *cache = rope_reference.rope_and_cache(*operands, **projection, eps=eps)
-        return reference.sparse_attention(q, *cache, rows[layer], attend_at, **lists), *cache
+        return reference.sparse_attention(q, *cache, rows[layer], attend_at, count=count[layer], **lists), *cache
     from pallas_kernels.attention_step import triton
 
+    lists |= {"layer": layer, "count": count}
     options = {"eps": eps, "early": early, "interpret": backend == "interpret"}
-    return triton.sparse_step(triton.Token(*operands, **projection), rows, attend_at, layer=layer, **lists, **options)
+    return triton.sparse_step(triton.Token(*operands, **projection), rows, attend_at, **lists, **options)
 
 
 def _check(

@@ -192,7 +192,7 @@ def sparse_step(
     attend_at: jax.Array,
     *,
     layer: int | jax.Array,
-    count: jax.Array | None,
+    count: jax.Array,
     valid: jax.Array,
     window: int,
     scale: float,
@@ -201,7 +201,7 @@ def sparse_step(
     interpret: bool = False,
     blocks: sparse_blocks.BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the public op, with rows [L,B,M]; `blocks` overrides the choice for measurements."""
+    """See the public op, with rows [L,B,M] and count [L,B]; `blocks` overrides the choice for measurements."""
     batch, _, kv_heads, head_dim = token.k_cache.shape
     group, listed, dtype = token.qkv.shape[-2] - 2, rows.shape[2], token.k_cache.dtype
     cut = blocks or sparse_blocks.choose_block_sizes(batch, 1, kv_heads, group, listed, window, head_dim, dtype)
@@ -213,7 +213,7 @@ def sparse_step(
     operands = {
         "attend_at": attend_at,
         "rows": rows,
-        "count": jnp.full(batch, listed, jnp.int32) if count is None else count,
+        "count": count,
         "valid": valid,
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }

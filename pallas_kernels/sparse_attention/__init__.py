@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import checks, dispatch
 
@@ -36,8 +37,8 @@ def sparse_attention(
         none at or past valid[b]: a row that occurs twice counts twice. Or [L, B, M] with `layer`.
       start: int32 [B], position of query 0.
       layer: which of L lists is meant; the kernel reads it in place, where a slice would be a copy per layer.
-      count: int32 [B], how many entries of a list are looked at, from its first; None: all of them. A long buffer that
-        is mostly padding then costs no more than what it lists.
+      count: int32 [B], or [L, B] with `layer`: how many entries of a list are looked at, from its first; None: all of
+        them. A long buffer that is mostly padding then costs no more than what it lists.
       valid: int32 [B], first of the recent rows, or None for no recent rows.
       window: static bound on the number of recent rows: start[b] + T - valid[b] <= window for every b. Rows past the
         bound are not read. Required with `valid`, and 0 without.
@@ -54,16 +55,16 @@ def sparse_attention(
     """
     backend = dispatch.resolve(backend)
     checks.attention_operands(q, k, v)
-    rows, layer = check_lists(rows, start, layer, count, valid, window, batch=q.shape[0])
-    options = {"count": count, "valid": valid, "window": window, "scale": scale}
+    rows, count, layer = check_lists(rows, start, layer, count, valid, window, batch=q.shape[0])
+    options = {"valid": valid, "window": window, "scale": scale}
     if backend == "xla":
         from pallas_kernels.sparse_attention import reference
 
-        return reference.sparse_attention(q, k, v, rows[layer], start, **options)
+        return reference.sparse_attention(q, k, v, rows[layer], start, count=count[layer], **options)
     from pallas_kernels.sparse_attention import triton
 
-    interpret = backend == "interpret"
-    return triton.sparse_attention(q, k, v, rows, start, layer=layer, **options, early=early, interpret=interpret)
+    options |= {"early": early, "interpret": backend == "interpret"}
+    return triton.sparse_attention(q, k, v, rows, start, layer=layer, count=count, **options)
 
 
 def check_lists(
@@ -75,20 +76,28 @@ def check_lists(
     window: int,
     *,
     batch: int,
-) -> tuple[jax.Array, int]:
-    """Raises what `sparse_attention` raises of its lists; returns them as [L, B, M], and the layer."""
+) -> tuple[jax.Array, jax.Array, int]:
+    """Raises what `sparse_attention` raises of its lists; returns them as [L, B, M], their counts [L, B], and the
+    layer."""
     if layer is None:
         checks.int32("rows", rows, (batch, None), "[B,M]")
+        if count is not None:
+            checks.int32("count", count, (batch,), "[B]")
+            count = count[None]
         rows, layer = rows[None], 0
     else:
         checks.int32("rows", rows, (None, batch, None), "[L,B,M] with layer")
         if not 0 <= layer < rows.shape[0]:
             raise ValueError(f"layer is {layer}; rows has layers 0 to {rows.shape[0] - 1}")
-    for name, x in (("start", start), ("count", count), ("valid", valid)):
+        if count is not None:
+            checks.int32("count", count, rows.shape[:2], "[L,B] with layer")
+    for name, x in (("start", start), ("valid", valid)):
         if x is not None:
             checks.int32(name, x, (batch,), "[B]")
     if valid is None and window != 0:
         raise ValueError(f"window is {window} without valid; give valid, the first recent row, or leave window at 0")
     if valid is not None and window < 1:
         raise ValueError(f"window is {window}; with valid it must be at least 1, the most rows past valid")
-    return rows, layer
+    if count is None:
+        count = jnp.full(rows.shape[:2], rows.shape[2], jnp.int32)
+    return rows, count, layer

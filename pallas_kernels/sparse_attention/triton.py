@@ -73,12 +73,12 @@ def start_slots(
 ) -> Callable[[jax.Array, online.State], online.State]:
     """Loads the first listed rows and returns what adds this split's slots to the state of queries [rows,H].
 
-    k, v [B,S,K,H]; rows [L,B,M]; count [B]; valid [B] with a window; layer [1]. Cache rows from `length` on are not
+    k, v [B,S,K,H]; rows [L,B,M]; count [L,B]; valid [B] with a window; layer [1]. Cache rows from `length` on are not
     read. Queries that are loaded in between wait for memory together with the list.
     """
     # The layer is an operand, so that all layers of a model share one compiled kernel.
     layer = layer_ref[0]
-    listed = jnp.clip(count_ref[tile.batch], 0, rows_ref.shape[2])
+    listed = jnp.clip(count_ref[layer, tile.batch], 0, rows_ref.shape[2])
     valid = valid_ref[tile.batch] if window else 0
 
     def listed_rows(step):
@@ -174,7 +174,7 @@ def sparse_attention(
     start: jax.Array,
     *,
     layer: int | jax.Array,
-    count: jax.Array | None = None,
+    count: jax.Array,
     valid: jax.Array | None = None,
     window: int = 0,
     scale: float,
@@ -182,10 +182,9 @@ def sparse_attention(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See the public op, with rows [L,B,M]; `blocks` overrides the choice for measurements."""
+    """See the public op, with rows [L,B,M] and count [L,B]; `blocks` overrides the choice for measurements."""
     batch, num_rows, heads, head_dim = q.shape
     kv_heads, listed = k.shape[2], rows.shape[2]
-    count = jnp.full(batch, listed, jnp.int32) if count is None else count
     if head_dim > 256:
         raise ValueError(f"q has head dim {head_dim}; the kernel allows at most 256 (backend 'xla' has no bound)")
     group = heads // kv_heads
