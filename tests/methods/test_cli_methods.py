@@ -250,4 +250,10 @@ def test_a_failed_check_is_an_exit_code(capsys, monkeypatch, prompt_file):
     code, out, err = run(capsys, "verify", "--model", "target", *flags)
     assert code == 1
     assert out.startswith("FAILED  x")
+    assert [line.split(",")[0] for line in err.splitlines()[:4]] == [
+        "  checking all paths of a tiny model",
+        "  checking all paths of a tiny model",
+        "  checking 500 sampled rounds",
+        "  checking greedy output",
+    ]
     assert "NOT lossless" in err
