@@ -136,6 +136,9 @@ def test_a_plan_that_does_not_speculate_is_drawn(tmp_path, monkeypatch):
     plain = rates.lines[2]
     assert plain.get_label() == "plain, predicted"
     assert plain.get_markerfacecolor() == "none"
+    report.write_plot(tmp_path / "x.png", "none", stats, measure(stats), [none])
+    said = "none\nThe planner chose not to speculate: plain decoding at 9.0 tokens/s, predicted"
+    assert [figure.get_suptitle() for figure in figures] == ["none", said]
 
 
 def test_a_draft_model_and_json(capsys):
