@@ -107,7 +107,7 @@ def convert(
         progress: show a progress bar on stderr.
 
     Raises:
-        ConversionError: a source or destination that cannot be used; nothing is written then.
+        ConversionError: a source or destination that cannot be used, or one inside the other; nothing is written then.
         CheckFailed: the check failed; nothing is written then either.
     """
     if check:
@@ -115,10 +115,23 @@ def convert(
 
         require_torch()
     dst = Path(dst).expanduser().resolve()
+    _check_apart(src, dst)
     if dst.exists() and not is_checkpoint(dst) and not (dst.is_dir() and not any(dst.iterdir())):
         raise ConversionError(f"{dst} exists and is not a converted checkpoint; it will not be replaced")
     with locked(dst, wait=False):
         return _convert(open_source(src), dst, dtype=dtype, check=check, overwrite=overwrite, progress=progress)
+
+
+def _check_apart(src: str | Path, dst: Path) -> None:
+    """Raises ConversionError where the checkpoint would be written into its own source, or would replace it."""
+    source = Path(src).expanduser()
+    if not source.exists():  # a hub id, or what opening it says is not there
+        return
+    source = source.resolve()
+    if source in dst.parents and source.is_dir():
+        raise ConversionError(f"{dst} lies inside its source directory, {source}; name a directory outside it")
+    if dst in source.parents:
+        raise ConversionError(f"{dst} holds its source, {source}, and would replace it; name another directory")
 
 
 def convert_cached(source: Source, dst: Path, *, dtype: Any = None, progress: bool = True) -> None:

@@ -21,7 +21,14 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, like all others of the command; `--help` shows the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown flags itself: argparse leaves them to the outermost parser, which names no subcommand."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def show_help(self, _: argparse.Namespace) -> int:
         """What a command does that lacks its subcommand."""

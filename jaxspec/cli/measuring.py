@@ -180,5 +180,5 @@ def open_runs(
 
 
 def tell(line: str) -> None:
-    """Says on standard error what was done; runs take minutes."""
+    """Says on standard error what was done, or begins; runs take minutes."""
     print(f"  {line}", file=sys.stderr, flush=True)

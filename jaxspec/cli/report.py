@@ -125,6 +125,9 @@ def write_plot(
     layout = [["acceptance", "rounds"] if drafted else ["rounds", "rounds"] if plans else ["rounds"]]
     layout += [["sublayers", "rates"]] if plans else []
     figure = Figure(figsize=(5 * len(layout[0]), 4 * len(layout)), layout="constrained")
+    if plans and not drafted and not any(plan["num_draft"] for plan in plans):
+        rate = plans[-1]["predicted_plain_tokens_per_second"]
+        title += f"\nThe planner chose not to speculate: plain decoding at {rate:.1f} tokens/s, predicted"
     figure.suptitle(title)
     axes = figure.subplot_mosaic(layout)
     if plans:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.cli.device import default_dtype, keep_programs
+from jaxspec.cli.measuring import tell
 from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
 from jaxspec.text import read_text
 
@@ -65,10 +66,16 @@ def _verify(args: argparse.Namespace) -> int:
         for check in () if args.json else new:
             print(f"{'passed' if check.passed else 'FAILED':7} {check.name:34} {check.detail}", flush=True)
 
-    report(check_enumeration(method, unfiltered, "all paths of a tiny model"))
-    report(check_enumeration(method, filtered, "all paths of a tiny model, top-p"))
+    for sampling, name in (
+        (unfiltered, "all paths of a tiny model"),
+        (filtered, "all paths of a tiny model, top-p"),
+    ):
+        tell(f"checking {name}")
+        report(check_enumeration(method, sampling, name))
     key = jax.random.key(args.seed)
+    tell(f"checking {args.draws} sampled rounds")
     report(*check_sampling(models, method, prompts[-1], unfiltered, args.draws, key))
+    tell(f"checking greedy output, {len(prompts)} prompts, {args.max_new_tokens} new tokens each")
     report(check_greedy(models, method, prompts, args.max_new_tokens))
     passed = all(check.passed for check in checks)
     if args.json:

@@ -222,6 +222,8 @@ def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
         ValueError: the file cannot be read or is not such a profile, and what is wrong with it.
     """
     record = read_object(Path(path))
+    if "profile" not in record:
+        raise ValueError(f"{path}: {_what_it_is(record)}, not a latency profile, which jaxspec profile --out writes")
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path}: not a latency profile of schema version {SCHEMA_VERSION}")
     values = record.get("profile")
@@ -238,6 +240,13 @@ def load_profile(path: str | os.PathLike[str]) -> LatencyProfile:
     if errors and all(map(_is_figure, errors)) and (poor := poor_fit(*errors)):
         warnings.warn(f"{path}: {poor}", ProfileWarning, stacklevel=2)
     return profile
+
+
+def _what_it_is(record: dict[str, Any]) -> str:
+    if "kind" in record:
+        return f"a file of kind {record['kind']!r}"
+    # what jaxspec generate --trace writes states no kind
+    return "a trace" if {"rows", "metrics"} <= set(record) else "a file without a profile"
 
 
 def _is_figure(value: Any) -> bool:

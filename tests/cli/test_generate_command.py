@@ -149,7 +149,10 @@ WRONG = {
         "jaxspec: the prompt's tokens + --max-new-tokens must fit the model's 256 positions, 1 of them for the ",
     ),
     "empty stop": (["--stop", ""], "--stop must be text, got an empty string"),
-    "unknown flag": (["--repetition-penalty", "2"], "unrecognized arguments: --repetition-penalty 2"),
+    "unknown flag": (
+        ["--repetition-penalty", "2"],
+        "jaxspec generate: unrecognized arguments: --repetition-penalty 2; see jaxspec generate --help",
+    ),
     "dtype": (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     "two prompts": (["--prompt-file", "x"], "not allowed with argument --prompt"),
     "method": (["--method", "magic"], "--method: invalid choice: 'magic'"),

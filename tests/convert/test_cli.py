@@ -82,6 +82,15 @@ def test_existing_destination(tiny, tmp_path, capsys):
     assert main([str(directory), str(tmp_path / "out"), "--overwrite"]) == 0
 
 
+def test_destination_and_source_apart(tmp_path, capsys):
+    (tmp_path / "source").mkdir()
+    assert main([str(tmp_path / "source"), str(tmp_path / "source" / "out")]) == 2
+    assert "out lies inside its source directory, " in one_line(capsys.readouterr().err)
+    assert main([str(tmp_path / "source"), str(tmp_path), "--overwrite"]) == 2
+    assert "holds its source, " in one_line(capsys.readouterr().err)
+    assert [path.name for path in tmp_path.rglob("*")] == ["source"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_destination_without_permission(tiny, tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)

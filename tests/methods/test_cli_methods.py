@@ -136,6 +136,9 @@ def test_a_plan_that_does_not_speculate_is_drawn(tmp_path, monkeypatch):
     plain = rates.lines[2]
     assert plain.get_label() == "plain, predicted"
     assert plain.get_markerfacecolor() == "none"
+    report.write_plot(tmp_path / "x.png", "none", stats, measure(stats), [none])
+    said = "none\nThe planner chose not to speculate: plain decoding at 9.0 tokens/s, predicted"
+    assert [figure.get_suptitle() for figure in figures] == ["none", said]
 
 
 def test_a_draft_model_and_json(capsys):
@@ -250,4 +253,10 @@ def test_a_failed_check_is_an_exit_code(capsys, monkeypatch, prompt_file):
     code, out, err = run(capsys, "verify", "--model", "target", *flags)
     assert code == 1
     assert out.startswith("FAILED  x")
+    assert [line.split(",")[0] for line in err.splitlines()[:4]] == [
+        "  checking all paths of a tiny model",
+        "  checking all paths of a tiny model",
+        "  checking 500 sampled rounds",
+        "  checking greedy output",
+    ]
     assert "NOT lossless" in err

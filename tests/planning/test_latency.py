@@ -109,6 +109,11 @@ def test_files(tmp_path):
         (lambda r: "nonsense", "not valid JSON"),
         (lambda r: json.dumps([r]), "expected a JSON object, got list"),
         (lambda r: json.dumps({**r, "schema_version": 2}), "not a latency profile of schema version 1"),
+        (lambda r: json.dumps({"schema_version": 1, "kind": "bench"}), "a file of kind 'bench', not a latency profile"),
+        (
+            lambda r: json.dumps({"schema_version": 1, "rows": [], "metrics": {}}),
+            "a trace, not a latency profile, which",
+        ),
         (lambda r: json.dumps({**r, "profile": 3}), "must have the fields attention, batch"),
         (lambda r: json.dumps({**r, "profile": {**r["profile"], "more": 1}}), "must have the fields"),
         (lambda r: json.dumps({**r, "profile": {**r["profile"], "mlp": "1"}}), "mlp must be finite seconds >= 0"),
