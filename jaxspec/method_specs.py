@@ -77,7 +77,10 @@ def describe(spec: Mapping[str, Any]) -> str:
     def shown(value: Any) -> str:
         if isinstance(value, Mapping):
             return f"[{describe(value)}]"
-        return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if isinstance(value, list | tuple):
+            # a number for each layer would fill the line
+            return f"({len(value)} numbers)" if len(value) > 8 else "+".join(map(str, value))
+        return str(value)
 
     options = ",".join(f"{key}={shown(value)}" for key, value in spec.get("options", {}).items())
     return f"{spec['method']}:{options}" if options else spec["method"]

@@ -30,13 +30,15 @@ class Measured:
 class Search:
     """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only.
 
-    `length` is the most rows that a sequence fills, prompt and new tokens; `group` the query heads per kv head.
+    `length` is the most rows that a sequence fills, prompt and new tokens; `group` the query heads per kv head;
+    `layer_shares` measures, for a Vegas, what its option of that name should be.
     """
 
     measure: Callable[[Spec], Measured]
     log: Callable[[str], None]
     length: int
     group: int = 1
+    layer_shares: Callable[[Spec], Sequence[float]] | None = None
     seen: list[Measured] = field(default_factory=list)
 
     def best_of(self, specs: Sequence[Spec], by: str = "tokens_per_second") -> Measured:
@@ -45,8 +47,8 @@ class Search:
 
     def vegas(self) -> Measured:
         """The recipe of the Vegas paper (arXiv 2602.07223): the smallest rho with which accepted tokens stop growing,
-        then the number of drafts with the highest throughput, then rho once more, by throughput; last, the
-        cheaper scores of logit mode."""
+        then the number of drafts with the highest throughput, then rho once more, by throughput; then the cheaper
+        scores of logit mode; last, rows by layer, with which a smaller rho may do."""
         # where min_keep covers several shares, drafts read as many rows with each; the largest stands for them
         rhos = tuple({buffer_width(rho, Vegas().min_keep, self.length): rho for rho in RHOS}.values())
         trials = [self._once(_vegas(rho, 6)) for rho in rhos]
@@ -64,6 +66,12 @@ class Search:
         logit = {"method": "vegas", "options": {**best.spec["options"], "score_mode": "logit"}}
         best = self.best_of([best.spec, logit])
         self.log(f"vegas: {best.spec['options'].get('score_mode', 'weight')} scores are faster")
+        if self.layer_shares is None:
+            return best
+        at, shares = rhos.index(best.spec["options"]["rho"]), list(self.layer_shares(best.spec))
+        by_layer = [{**best.spec["options"], "rho": r, "layer_shares": shares} for r in rhos[max(at - 1, 0) : at + 1]]
+        best = self.best_of([best.spec, *({"method": "vegas", "options": options} for options in by_layer)])
+        self.log(f"vegas: {'rows by layer' if 'layer_shares' in best.spec['options'] else 'equal rows'} are faster")
         return best
 
     def knapspec(self, selection: Spec) -> Measured:

@@ -1,13 +1,16 @@
 """How many cache rows each layer of Vegas' drafts is worth."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.calibration.records import ROWS, describe, write_record
 from jaxspec.decode import run_prefill
 from jaxspec.methods.base import Models
 from jaxspec.methods.vegas import Vegas
@@ -27,24 +30,24 @@ def overlaps(models: Models, texts: Sequence[Sequence[int]], method: Vegas, roun
 
     Args:
         models: the target.
-        texts: token ids, all of one length; the last `rounds` * (num_draft + 1) + 1 of each are predicted.
+        texts: token ids, all of one length; the last (`rounds` + 1) * (num_draft + 1) of each are predicted.
         method: the drafts, without `layer_shares`.
-        rounds: how many rounds.
+        rounds: how many rounds, after a first one that selects rows.
 
     Yields:
         float [L + 1]: the mean overlap with the full model when layer l reads `LEAST` of its rows, and when none does.
     """
     tokens, step = np.array(texts, np.int32), method.num_draft + 1
     batch, length = tokens.shape
-    predicted = rounds * step
+    predicted = (rounds + 1) * step
     prompt, lengths = tokens[:, : length - predicted], np.full(batch, length - predicted, np.int32)
     request = check_request(
         models.target, prompt, lengths, jax.random.key(0), method, Sampling(), predicted + step, (), 0, None
     )
     state = run_prefill(models, request, method, predicted + step)
-    # both kinds of lists are made of the same scores, those of the first round excepted
+    # in the first round both lists are the usual ones
     cache, lists = state.cache, (state.method_state, state.method_state)
-    for i in range(rounds):
+    for i in range(rounds + 1):
         start = length - predicted + i * step
         cache, lists, found = _round(models, cache, lists, np.int32(start), tokens[:, start : start + step], method)
         if i:
@@ -95,4 +98,65 @@ def shares_of(overlap: np.ndarray) -> tuple[float, ...]:
         middle = (low + high) / 2
         shares = np.clip(middle * root, LEAST, MOST)
         low, high = (middle, high) if shares.mean() < 1 else (low, middle)
-    return tuple(float(share) for share in shares.round(3))
+    return tuple(round(float(share), 3) for share in shares)
+
+
+def calibrate_rows(
+    name: str,
+    models: Models,
+    texts: Sequence[Sequence[int]],
+    method: Vegas,
+    path: Path,
+    *,
+    context: int,
+    rounds: int,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda rounds: rounds,
+) -> dict[str, Any]:
+    """Measures what `Vegas.layer_shares` should be, and writes the record to `path`.
+
+    Args:
+        name: of the model, for the record.
+        models: the target.
+        texts: token ids; the `context` tokens in the middle of each are taken.
+        method: the drafts, without `layer_shares`.
+        path: the record's file.
+        context: tokens of each text, those that are predicted included.
+        rounds: rounds in each text.
+        progress: goes round the rounds of all texts.
+
+    Returns:
+        The record: `shares` [L]; `overlap` [L] and `overlap_of_equal_rows`, as in `overlaps`; settings and the model.
+
+    Raises:
+        ValueError: impossible settings, or a text that is too short, before anything is computed.
+    """
+    least, limit = 2 * (rounds + 1) * (method.num_draft + 1), models.target.config.capacity_limit
+    if rounds < 1 or method.num_draft < 1:
+        raise ValueError(f"rounds and num_draft must be at least 1, got {rounds} and {method.num_draft}")
+    if not least <= context <= limit - method.num_draft - 1:
+        raise ValueError(
+            f"context must lie in {least}..{limit - method.num_draft - 1} for {rounds} rounds of {method.num_draft} "
+            f"drafts with this model, got {context}"
+        )
+    if not texts or min(map(len, texts)) < context:
+        raise ValueError(f"texts need {context} tokens each, the shortest has {min(map(len, texts), default=0)}")
+    starts = [(len(text) - context) // 2 for text in texts]
+    pieces = [text[start : start + context] for text, start in zip(texts, starts, strict=True)]
+    # one after another: a cache for each would not fit where contexts are long
+    each = (found for piece in pieces for found in overlaps(models, [piece], method, rounds))
+    mean = np.mean(list(progress(each)), axis=0)
+    record = {
+        "model": describe(name, models.target, models.params),
+        "settings": {
+            "context": context,
+            "rounds": rounds,
+            "texts": [len(text) for text in texts],
+            **{key: getattr(method, key) for key in ("rho", "min_keep", "num_draft", "score_mode", "collect")},
+        },
+        "least_share": LEAST,
+        "overlap_of_equal_rows": float(mean[-1]),
+        "overlap": mean[:-1].tolist(),
+        "shares": list(shares_of(mean)),
+    }
+    write_record(path, ROWS, record)
+    return record

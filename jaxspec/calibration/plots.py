@@ -41,3 +41,21 @@ def plot_arr(path: Path, record: dict[str, Any]) -> None:
     right.set_xticks(rows, [str(n) for n in rows])
     right.minorticks_off()
     save_figure(figure, path)
+
+
+def plot_rows(path: Path, record: dict[str, Any]) -> None:
+    """What each layer costs when it reads few rows, and its share of the rows; the suffix chooses the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    layers = range(len(record["shares"]))
+    upper.bar(layers, record["overlap_of_equal_rows"] - np.array(record["overlap"]))
+    upper.set(
+        ylabel="overlap lost",
+        title=f"{Path(record['model']['name']).name}: {record['least_share']:g} of a layer's rows",
+    )
+    lower.bar(layers, record["shares"])
+    lower.axhline(1, color="black", linewidth=0.8)
+    lower.set(xlabel="layer", ylabel="share of the rows")
+    save_figure(figure, path)

@@ -17,7 +17,7 @@ from jaxspec.models import Decoder
 from jaxspec.types import Params
 
 SCHEMA_VERSION = 1
-HEADS, DUSTIN = "retrieval-heads", "dustin"
+HEADS, DUSTIN, ROWS = "retrieval-heads", "dustin", "layer-rows"
 _SAMPLED = 256  # values of each leaf that enter the hash
 
 

@@ -1,8 +1,9 @@
-"""`jaxspec calibrate heads` and `jaxspec calibrate dustin`."""
+"""`jaxspec calibrate heads`, `jaxspec calibrate dustin` and `jaxspec calibrate rows`."""
 
 import argparse
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ CONTEXTS = (2048, 4096, 8192)
 
 def add_command(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    calibrate = commands.add_parser("calibrate", help="find what sparse verification needs, once per model")
+    calibrate = commands.add_parser("calibrate", help="find which heads and rows matter, once per model")
     calibrate.set_defaults(run=calibrate.show_help)
     kinds = calibrate.add_subparsers(metavar="WHAT")
     heads = kinds.add_parser(
@@ -55,6 +56,24 @@ def add_command(commands: Any) -> None:
     _add_scan_flags(dustin)
     _add_shared_flags(dustin)
 
+    rows = kinds.add_parser(
+        "rows",
+        help="measure how many cache rows each layer of --method vegas should read",
+        description="Measures on texts what drafts lose when one layer reads an eighth of its rows, and shares the "
+        "rows out so that they lose least.",
+        epilog="example: jaxspec calibrate rows --model checkpoints/qwen --text novel.txt manual.txt --out rows.json, "
+        "then jaxspec generate --model checkpoints/qwen --method vegas --layer-shares rows.json ...",
+    )
+    rows.set_defaults(run=_rows)
+    rows.add_argument("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF")
+    rows.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts like those to come")
+    rows.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    rows.add_argument("--context", type=int, default=8192, metavar="TOKENS", help="of each text; default: 8192")
+    rows.add_argument("--rounds", type=int, default=32, help="rounds in each text (default: 32)")
+    form = "vegas with the options to be used, as in vegas:score_mode=logit,rho=0.05 (default: vegas)"
+    rows.add_argument("--method", default="vegas", metavar="SPEC", help=form)
+    _add_shared_flags(rows)
+
 
 def _add_scan_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -62,13 +81,13 @@ def _add_scan_flags(parser: argparse.ArgumentParser) -> None:
     add("--depths", type=int, default=10, help="depths of the needle per length (default: 10)")
     add("--repeats", type=int, default=1, help="needles per length and depth (default: 1)")
     add("--chat", action="store_true", help="wrap needle prompts in the model's chat template")
+    add("--seed", type=int, default=0, help="default: 0")
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--plot", type=Path, metavar="FILE", help="draw the result")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored; float32 on a CPU")
-    add("--seed", type=int, default=0, help="default: 0")
 
 
 def _heads(args: argparse.Namespace) -> int:
@@ -130,6 +149,42 @@ def _dustin(args: argparse.Namespace) -> int:
         plot_arr(args.plot, record)
     print(f"{args.out}: target heads {record['target_heads']}, draft heads {record['draft_heads']}, splits "
           f"{record['splits']}; verification with them is lossy")  # fmt: skip
+    return 0
+
+
+def _rows(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from jaxspec.calibration.layer_shares import calibrate_rows
+    from jaxspec.calibration.needles import read_texts
+    from jaxspec.calibration.plots import plot_rows
+    from jaxspec.cli.report import check_outputs
+    from jaxspec.method_specs import build_method, parse_spec
+    from jaxspec.methods import Models, Vegas
+
+    check_outputs({"--out": args.out, "--plot": args.plot}, (args.model, *args.text))
+    spec = parse_spec(args.method)
+    method = build_method(spec) if spec["method"] == "vegas" else None
+    if not isinstance(method, Vegas) or method.layer_shares:
+        raise ValueError(f"--method must be vegas without layer_shares, got {args.method!r}")
+    loaded = _load(args, args.model)
+    texts = read_texts(args.text, _encoder(loaded))
+    with ExitStack() as stack:
+        bar = partial(tqdm, desc=f"rows for {Path(args.model).name}", unit="round", file=sys.stderr)
+        record = calibrate_rows(
+            args.model,
+            Models(loaded.model, loaded.params),
+            texts,
+            method,
+            args.out,
+            context=args.context,
+            rounds=args.rounds,
+            progress=lambda rounds: stack.enter_context(bar(rounds, total=args.rounds * len(texts))),
+        )
+    if args.plot is not None:
+        plot_rows(args.plot, record)
+    shares = record["shares"]
+    print(f"{args.out}: layers read from {min(shares):.2f} to {max(shares):.2f} times rho of the rows")
     return 0
 
 

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspec.cli.device import keep_programs
 from jaxspec.cli.measuring import (
     WORDS,
@@ -21,6 +23,10 @@ from jaxspec.cli.report import check_outputs
 from jaxspec.cli.results import add_speedups, print_table, result_of, write_record
 
 BUDGETS = (256, 512, 1024)
+# of the prompts, and rounds in each, from which rows by layer are calibrated
+ROWS, ROUNDS = 4, 16
+# prompts of fewer tokens have no room for that
+SHORTEST = 64
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +71,8 @@ def _tune(args: argparse.Namespace) -> int:
 
     from jaxspec.benchmarking.runs import measure_interleaved
     from jaxspec.benchmarking.search import PLAIN, Measured, Search
-    from jaxspec.method_specs import TUNED, describe
+    from jaxspec.calibration.layer_shares import overlaps, shares_of
+    from jaxspec.method_specs import TUNED, build_method, describe
 
     keep_programs()
     record = {"schema_version": 1, "kind": TUNED, **environment(args), "context": args.context, "batch": args.batch}
@@ -81,8 +88,19 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"  {describe(spec):60} {rate:9.1f} tokens/s", flush=True)
         return Measured(spec, rate, timed.metrics.tokens_per_round.token_weighted)
 
+    def layer_shares(spec: dict[str, Any]) -> tuple[float, ...]:
+        method, prompts = build_method(spec), np.asarray(runs.request.prompt)
+        rounds = min(ROUNDS, args.context // (2 * (method.num_draft + 1)) - 1)
+        # row by row: the cache of the measured runs fills the device's memory already
+        found = [overlap for row in prompts[:ROWS] for overlap in overlaps(runs.models, [row], method, rounds)]
+        return shares_of(np.mean(found, axis=0))
+
     search = Search(
-        measure, partial(print, flush=True), args.context + args.new_tokens, runs.models.target.config.group_size
+        measure,
+        partial(print, flush=True),
+        args.context + args.new_tokens,
+        runs.models.target.config.group_size,
+        layer_shares if args.context >= SHORTEST else None,
     )
     finalists = [search.best_of([PLAIN])]
     if "vegas" in wanted:

@@ -152,6 +152,8 @@ class KnapSpec(Method):
         num_layers = target.config.num_layers
         if self.plan is not None and len(self.plan.attn) != num_layers:
             raise ValueError(f"KnapSpec plan is for {len(self.plan.attn)} layers, the model has {num_layers}")
+        if self.selection:
+            self.selection.check_model(target)
         if self.profile and self.plan is None:
             check_profile(self.profile, target)
             self.profile.costs(self.sparse)  # raises where the profile lacks the selection's figures

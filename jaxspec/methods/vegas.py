@@ -1,6 +1,7 @@
 """Vegas (arXiv 2602.07223): drafts read the few cache rows that the last verification found important."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -40,6 +41,8 @@ class Vegas(Method):
         super().__post_init__()
         if isinstance(self.layer_shares, str) and self.layer_shares:
             object.__setattr__(self, "layer_shares", read_layer_shares(self.layer_shares))
+        if self.layer_shares:
+            _check_layer_shares(self.layer_shares)
 
     def check_model(self, target: Decoder) -> None:
         if self.layer_shares and len(self.layer_shares) != target.config.num_layers:
@@ -102,3 +105,25 @@ class Vegas(Method):
         rows = top_rows(scores, valid, k, width, models.target.backend)
         count = jnp.broadcast_to(k, rows.shape[:2])
         return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=count)
+
+
+def read_layer_shares(path: str) -> tuple[float, ...]:
+    """The shares in a file of `jaxspec calibrate rows`.
+
+    Raises:
+        ValueError: it cannot be read or is not such a file.
+    """
+    from jaxspec.calibration.records import ROWS, read_record
+
+    shares = read_record(Path(path), ROWS).get("shares")
+    if not isinstance(shares, list) or not shares:
+        raise ValueError(f"{path}: shares must be a list of numbers, got {shares!r}")
+    return tuple(shares)
+
+
+def _check_layer_shares(shares: object) -> None:
+    def fits(share: object) -> bool:
+        return isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 16
+
+    if not isinstance(shares, tuple) or not all(map(fits, shares)):
+        raise ValueError(f"Vegas layer_shares must be a tuple of numbers above 0 and at most 16, got {shares!r}")

@@ -84,6 +84,9 @@ def measure(
         ValueError: no contexts, or they exceed the model's positions.
     """
     started = time.perf_counter()
+    if getattr(selection, "layer_shares", ()):
+        # their mean is 1, and only some layers are timed
+        selection = dataclasses.replace(selection, layer_shares=())
     contexts, rows = tuple(sorted(set(contexts))), min(max_draft + 1, rows_of_a_tile(models) or math.inf)
     limit = models.target.config.capacity_limit - rows
     if not contexts or contexts[0] < 1 or contexts[-1] > limit:

@@ -60,6 +60,28 @@ def test_logit_scores_are_tried_last(faster):
     assert measured[-1]["options"]["score_mode"] == "logit"
 
 
+@pytest.mark.parametrize(
+    ("speeds", "chosen"),
+    [((3.0, 2.0, 1.0), (RHOS[1], False)), ((1.0, 3.0, 2.0), (RHOS[1], True)), ((1.0, 2.0, 3.0), (RHOS[0], True))],
+)
+def test_rows_by_layer_are_tried_with_rho_and_a_smaller_one(speeds, chosen):
+    """Equal rows, and rows by layer at two shares."""
+
+    def speed(spec):
+        options = spec["options"]
+        if options["rho"] not in RHOS[:2]:
+            return 0.5
+        if "layer_shares" not in options:
+            return speeds[0] - (options["rho"] != RHOS[1]) - 0.1 * (options["num_draft"] != 6)
+        return speeds[2 if options["rho"] == RHOS[0] else 1]
+
+    search, _ = search_over(speed, lambda spec: 5.0 if spec["options"]["rho"] >= RHOS[1] else 4.5)
+    search.layer_shares = lambda spec: (0.5, 1.5)
+    best = search.vegas().spec["options"]
+    assert (best["rho"], "layer_shares" in best) == chosen
+    assert best.get("layer_shares", [0.5, 1.5]) == [0.5, 1.5]
+
+
 def test_a_gain_of_less_than_two_percent_is_no_growth():
     search, _ = search_over(lambda spec: 1.0, lambda spec: 5.0 + spec["options"]["rho"])
     assert search.vegas().spec["options"]["rho"] == RHOS[0]

@@ -109,6 +109,37 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
     assert options.items() <= result["options"].items()
 
 
+def test_rows_and_generating_with_them(capsys, tmp_path, text):
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "rows.json", tmp_path / "rows.png"
+    method = "vegas:min_keep=4,num_draft=2,score_mode=logit"
+    flags = ["--context", 60, "--rounds", 3, "--method", method, "--plot", plot]
+    code, said, progress = run(capsys, "calibrate", "rows", "--model", "target", "--text", text, "--out", out, *flags)
+    assert code == 0
+    assert "times rho of the rows" in said
+    assert "3/3" in progress
+    record = json.loads(out.read_text())
+    assert set(record) == documented("calibrate rows")
+    assert np.mean(record["shares"]) == pytest.approx(1, abs=1e-3)
+    assert plot.stat().st_size > 5000
+
+    flags = ["generate", "--model", "target", "--prompt-file", text, "--max-new-tokens", 8, "--json"]
+    plain = json.loads(run(capsys, *flags)[1])
+    drafted = json.loads(run(capsys, *flags, "--method", "vegas", "--min-keep", 4, "--layer-shares", out)[1])
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["options"]["layer_shares"] == record["shares"]
+
+
+@pytest.mark.parametrize("method", ["streaming", "vegas:layer_shares=rows.json", "vegas:rho=2"])
+def test_rows_of_another_method(capsys, tmp_path, text, method):
+    out = tmp_path / "rows.json"
+    flags = ["--text", text, "--out", out, "--method", method]
+    code, _, said = run(capsys, "calibrate", "rows", "--model", "target", *flags)
+    assert code != 0
+    assert "jaxspec" in said
+    assert not out.exists()
+
+
 def test_a_model_that_drafts_for_itself(capsys, tmp_path, text):
     out = tmp_path / "dustin.json"
     code, *_ = run(

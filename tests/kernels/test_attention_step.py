@@ -102,8 +102,10 @@ def test_every_cut_gives_the_same(blocks, backend):
         options |= {"blocks": blocks, "interpret": backend == "interpret"}
         if listed is None:
             return triton.cached_step(token, attend_at, **options)
-        lists = {"layer": 0, "count": None, "valid": listed["valid"], "window": WINDOW}
-        return triton.sparse_step(token, listed["rows"][None], attend_at, **lists, **options)
+        rows = listed["rows"][None]
+        count = np.full(rows.shape[:2], rows.shape[2], np.int32)
+        lists = {"layer": 0, "count": count, "valid": listed["valid"], "window": WINDOW}
+        return triton.sparse_step(token, rows, attend_at, **lists, **options)
 
     check(operands, lists(operands[5]) if isinstance(blocks, SparseBlocks) else None, options, run)
 

@@ -73,18 +73,28 @@ def test_equals_float64(case, backend):
 )
 def test_every_cut_gives_the_same(blocks, backend):
     kernel = functools.partial(triton.sparse_attention, layer=0, blocks=blocks, interpret=backend == "interpret")
-    run = lambda q, k, v, rows, *rest, **options: kernel(q, k, v, rows[None], *rest, **options)  # noqa: E731
+
+    def run(q, k, v, rows, *rest, **options):
+        count = jnp.full((1, rows.shape[0]), rows.shape[1], jnp.int32)
+        return kernel(q, k, v, rows[None], *rest, count=count, **options)
+
     check(*inputs(3, 5, 8, 64, 200, F16, 100, 7), 7, backend, run)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_list_of_a_layer(layer, backend):
+    operands_, seen = inputs(3, 1, 2, 64, 100, F32, 40, 7)
+    rows = operands_[3]
+    count = np.array([[0] * 3] * 3, np.int32)
+    count[layer] = (rows >= 0).sum(axis=1)
+    rows[rows < 0] = 0  # counted twice if it is looked at
+
     def run(q, k, v, rows, *rest, **options):
         lists = jnp.stack([jnp.zeros_like(rows)] * 3).at[layer].set(rows)
-        return sparse_attention(q, k, v, lists, *rest, layer=layer, backend=backend, **options)
+        return sparse_attention(q, k, v, lists, *rest, layer=layer, count=count, backend=backend, **options)
 
-    check(*inputs(3, 1, 2, 64, 100, F32, 40, 7), 7, backend, run)
+    check(operands_, seen, 7, backend, run)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

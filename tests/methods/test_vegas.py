@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,16 @@ def scored(method, accepted):
 
 
 @pytest.mark.parametrize(
-    ("layers", "mode", "collect"),
-    [(2, "weight", "two"), (1, "logit", "two"), (1, "weight", "all"), (1, "logit", "last")],
+    ("layers", "mode", "collect", "shares"),
+    [
+        (2, "weight", "two", (0.5, 1.5)),
+        (1, "logit", "two", ""),
+        (1, "weight", "all", ""),
+        (1, "logit", "last", ""),
+    ],
 )
-def test_drafts_read_the_rows_that_verification_scored_highest(layers, mode, collect):
-    case = make_case("vegas", layers, score_mode=mode, collect=collect, min_keep=5, rho=0.15)
+def test_drafts_read_the_rows_that_verification_scored_highest(layers, mode, collect, shares):
+    case = make_case("vegas", layers, score_mode=mode, collect=collect, min_keep=5, rho=0.15, layer_shares=shares)
     config, compared = case.models.target.config, 0
     prompt, _ = prompts()
     for before, after, _, out, verdict, queries in rounds_of(case):
@@ -54,8 +60,10 @@ def test_drafts_read_the_rows_that_verification_scored_highest(layers, mode, col
             assert valid == length + 1
             assert int(after.length[b]) == length + accepted + 1
             assert int(after.length[b]) + case.method.num_draft - valid <= selection.window
-            k = min(max(5, -(-15 * (length + accepted + 1) // 100)), valid)
+            equal = max(5, -(-15 * (length + accepted + 1) // 100))
             for layer in range(config.num_layers):
+                k = min(math.ceil((shares or (1,))[layer] * equal), valid)
+                assert selection.count[layer, b] == k
                 rows = np.asarray(selection.rows[layer, b])
                 chosen = rows[rows >= 0]
                 assert rows.tolist() == [*chosen, *[-1] * (len(rows) - k)]
