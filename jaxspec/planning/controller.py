@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxspec.methods.knapspec import KnapSpec
 
 
-# Share of the time left that another plan has to save: measured rounds differ from predicted ones by about as much.
-LEAST_GAIN = 0.05
+# Share of the time left that another plan has to save: by about as much the errors of two predicted rounds differ.
+LEAST_GAIN = 0.03
 
 
 @dataclass
