@@ -9,11 +9,12 @@ from jaxspec.calibration.records import read_record
 from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
 from jaxspec.method_text import options_of, parse_text
-from jaxspec.methods import Method, find_methods
+from jaxspec.methods import KnapSpec, Method, find_methods
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import RopeConfig
 from jaxspec.planning.latency import LatencyProfile, ProfileWarning
+from jaxspec.planning.plan import Plan
 
 TUNED = "tuned"
 # stands for a draft model that is not loaded yet, so that all other options can be checked: it lacks no head
@@ -34,7 +35,8 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
     """The method that a spec describes.
 
     Args:
-        spec: {"method": name, "options": {...}}; an option may itself be such a spec.
+        spec: {"method": name, "options": {...}}; an option may itself be such a spec, and `plan` of KnapSpec the fields
+            of a `Plan`.
         draft_model: of methods that have one.
         config: what `jaxspec calibrate dustin` wrote, of methods that verify over few rows.
 
@@ -45,13 +47,15 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
         ValueError: an unknown method or option, a value out of range, or a draft model missing.
     """
     chosen = _method(spec.get("method"))
-    known = options_of(chosen)
+    known = {*options_of(chosen), *(("plan",) if chosen is KnapSpec else ())}
     options = dict(spec.get("options", {}))
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"{spec['method']} has no option {unknown[0]!r}; options: {', '.join(sorted(known))}")
     for key, value in options.items():
-        if isinstance(value, Mapping):
+        if key == "plan":
+            options[key] = _plan(value)
+        elif isinstance(value, Mapping):
             options[key] = build_method(value)
         elif isinstance(value, list):
             options[key] = tuple(value)
@@ -76,7 +80,7 @@ def describe(spec: Mapping[str, Any]) -> str:
 
     def shown(value: Any) -> str:
         if isinstance(value, Mapping):
-            return f"[{describe(value)}]"
+            return f"[{describe(value) if 'method' in value else _plan(value)}]"
         if isinstance(value, list | tuple):
             # a number for each layer would fill the line
             return f"({len(value)} numbers)" if len(value) > 8 else "+".join(map(str, value))
@@ -119,6 +123,12 @@ def read_tuned(path: str | Path) -> dict[str, Any]:
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"{path}: {name} must be a path or null, got {record[name]!r}")
     return record
+
+
+def _plan(fields: Any) -> Plan:
+    if not isinstance(fields, Mapping) or set(fields) != {"attn", "mlp", "num_draft"}:
+        raise ValueError(f"plan must have attn, mlp and num_draft, got {fields!r}")
+    return Plan(**fields)
 
 
 def _method(name: Any) -> type[Method]:

@@ -12,9 +12,13 @@ import numpy as np
 
 from jaxspec.decode import begin, decode_all, decode_in_segments
 from jaxspec.methods.base import Method, Models
+from jaxspec.methods.knapspec import KnapSpec
 from jaxspec.methods.plain import Plain
 from jaxspec.metrics import Metrics, measure
 from jaxspec.models.decoder import cache_capacity, init_cache
+from jaxspec.planning import Planned, plan
+from jaxspec.planning.measure import measured_profile
+from jaxspec.planning.plan import fitted
 from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
 from jaxspec.requests import Request, check_request
@@ -145,6 +149,21 @@ class Runs:
         profile = timer.profile()._asdict()
         del profile["num_rounds"]
         return {phase: 1e3 * seconds for phase, seconds in profile.items() if seconds is not None}
+
+    def plan(self, method: KnapSpec) -> Planned:
+        """What KnapSpec's planner finds after the prompts; latencies are measured at first use."""
+        state = self._compile(self.models, method)[0](self.models, self.cache, self.request)
+        request, target, selection = self.request, self.models.target, None
+        if method.sparse:
+            selection = method.selection.draft_selection(self.models, state)
+        longest = request.prompt.shape[1] + self.new_tokens
+        profile = measured_profile(self.models, self.batch, longest, method.max_draft, method.selection or None)
+        lengths = (int(np.mean(request.prompt_length)), longest)
+        options = fitted(method.planner_options, profile.costs(method.sparse), target.config.num_layers, lengths)
+        prompts = state.cache, request.prompt, request.prompt_length, state.tokens, state.length
+        found = plan(self.models, *prompts, profile, options, selection=selection)
+        self.cache = state.cache
+        return found
 
     def _models(self, candidate: Candidate) -> Models:
         return self.models.replace(draft_params=candidate.draft_params)

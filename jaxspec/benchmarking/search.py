@@ -31,7 +31,8 @@ class Search:
     """The steps of a search; `measure` runs a candidate once, and equal candidates are run once only.
 
     `length` is the most rows that a sequence fills, prompt and new tokens; `group` the query heads per kv head;
-    `layer_shares` measures, for a Vegas, what its option of that name should be.
+    `layer_shares` measures, for a Vegas, what its option of that name should be; `plans` gives masks that KnapSpec's
+    planner finds over the rows of a method, as fields of a `Plan`.
     """
 
     measure: Callable[[Spec], Measured]
@@ -39,6 +40,7 @@ class Search:
     length: int
     group: int = 1
     layer_shares: Callable[[Spec], Sequence[float]] | None = None
+    plans: Callable[[Spec], Sequence[dict[str, Any]]] | None = None
     seen: list[Measured] = field(default_factory=list)
 
     def best_of(self, specs: Sequence[Spec], by: str = "tokens_per_second") -> Measured:
@@ -75,13 +77,18 @@ class Search:
         return best
 
     def knapspec(self, selection: Spec) -> Measured:
-        """Layer-skipped drafts as the planner chooses them, alone and over the rows of `selection`."""
+        """Layer-skipped drafts as the planner chooses them, alone and over the rows of `selection`; then fixed plans
+        over those rows, which need no planning, with the number of drafts of `selection`."""
         rows = {key: value for key, value in selection["options"].items() if key != "num_draft"}
         composed = {"method": selection["method"], "options": rows}
-        return self.best_of([
-            {"method": "knapspec", "options": {}},
-            {"method": "knapspec", "options": {"selection": composed}},
-        ])  # fmt: skip
+        alone, over_rows = ({"method": "knapspec", "options": o} for o in ({}, {"selection": composed}))
+        best = self.best_of([alone, over_rows])
+        if self.plans is None:
+            return best
+        drafts = selection["options"].get("num_draft", Vegas().num_draft)
+        plans = [plan | {"num_draft": drafts} for plan in self.plans(over_rows)]
+        options = [{"max_draft": drafts, "selection": composed, "plan": plan} for plan in plans]
+        return self.best_of([best.spec, *({"method": "knapspec", "options": o} for o in options)])
 
     def draft_model(self) -> Measured:
         """A draft model, by its number of drafts."""

@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
     source.add_argument("--model", help="anything that jaxspec generate --model takes")
     source.add_argument("--shape", metavar="NAME", help="known sizes with random weights, such as qwen2.5-7b")
     default = ["plain", "streaming", "vegas"]
-    text = f"what is measured, plain decoding in any case; default: {' '.join(default)}"
+    text = f"what is measured, or files of jaxspec tune; plain decoding in any case; default: {' '.join(default)}"
     add("--methods", nargs="+", default=default, metavar="NAME[:OPTION=VALUE,...]", help=text)
     add("--batch", type=int, nargs="+", default=[1], help="default: 1")
     add("--context", type=int, nargs="+", default=[2048], help="tokens of each prompt; default: 2048")
@@ -57,11 +57,12 @@ def _bench(args: argparse.Namespace) -> int:
     if args.model is not None and (args.acceptance is not None or args.layers is not None):
         raise ValueError("--acceptance and --layers belong to --shape: a real model has its own")
     from jaxspec.benchmarking.shapes import OFFERED, SHAPES
-    from jaxspec.method_specs import parse_spec
+    from jaxspec.method_specs import parse_spec, read_tuned
 
-    specs = [parse_spec(text) for text in args.methods]
+    tuned = [text for text in args.methods if text.partition(":")[0].endswith(".json")]
+    specs = [read_tuned(text)["chosen"] if text in tuned else parse_spec(text) for text in args.methods]
     profiles = [spec["options"].get("profile") for spec in specs]
-    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *profiles))
+    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *profiles, *tuned))
     if args.shape is not None and args.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(OFFERED)}, got {args.shape!r}")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:

@@ -73,6 +73,7 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
     """Prints one batch and context."""
     from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     first = results[0]
@@ -98,7 +99,8 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
             positions = result["metrics"]["acceptance_by_position"]
             acceptance = " ".join("-" if a is None else f"{a:.2f}" for a in positions)
         table.add_row(
-            result["method"] + ("" if result["lossless"] else " (lossy)"),
+            # names hold brackets, which are no markup
+            escape(result["method"] + ("" if result["lossless"] else " (lossy)")),
             f"{result['tokens_per_second']:.1f}",
             f"{result['speedup']:.2f}",
             "-" if result["speedup_all_running"] is None else f"{result['speedup_all_running']:.2f}",
@@ -112,7 +114,7 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
     for result in results:
         if "phases_milliseconds" in result:
             phases = "  ".join(f"{name} {value:.2f}" for name, value in result["phases_milliseconds"].items())
-            console.print(f"  milliseconds of {result['method']}: {phases}")
+            console.print(f"  milliseconds of {result['method']}: {phases}", markup=False)
     if first.get("share_of_bandwidth") is not None:
         console.print(f"  plain decoding reaches {first['share_of_bandwidth']:.0%} of a device copy's bandwidth")
 

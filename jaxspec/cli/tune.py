@@ -1,6 +1,7 @@
 """`jaxspec tune`."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ BUDGETS = (256, 512, 1024)
 ROWS, ROUNDS = 4, 16
 # prompts of fewer tokens have no room for that
 SHORTEST = 64
+# sublayers that fixed plans skip, and tokens that they are judged on
+SKIPPED = (1, 2, 3, 4, 6, 8, 12)
+REFERENCE_TOKENS = 256
 
 
 def add_command(commands: Any) -> None:
@@ -95,12 +99,26 @@ def _tune(args: argparse.Namespace) -> int:
         found = [overlap for row in prompts[:ROWS] for overlap in overlaps(runs.models, [row], method, rounds)]
         return shares_of(np.mean(found, axis=0))
 
+    def plans(spec: dict[str, Any]) -> list[dict[str, Any]]:
+        # more tokens than plans are judged on while decoding, where they cost time
+        found = runs.plan(replace(build_method(spec), reference_tokens=REFERENCE_TOKENS))
+        # of masks that skip as many sublayers, the likeliest to be accepted
+        cells = sorted(found.frontier, key=lambda cell: cell.alpha)
+        by_skipped = {sum((*cell.plan.attn, *cell.plan.mlp)): cell.plan for cell in cells}
+        whole = max(by_skipped)
+        return [
+            {"attn": list(by_skipped[whole - n].attn), "mlp": list(by_skipped[whole - n].mlp)}
+            for n in SKIPPED
+            if whole - n in by_skipped
+        ]
+
     search = Search(
         measure,
         partial(print, flush=True),
         args.context + args.new_tokens,
         runs.models.target.config.group_size,
         layer_shares if args.context >= SHORTEST else None,
+        plans,
     )
     finalists = [search.best_of([PLAIN])]
     if "vegas" in wanted:

@@ -94,6 +94,25 @@ def test_knapspec_is_tried_alone_and_over_rows():
     assert {"method": "knapspec", "options": {}} in measured
 
 
+@pytest.mark.parametrize("faster", [None, 0, 1])
+def test_fixed_plans_are_tried_over_the_rows(faster):
+    plans = [{"attn": [True, False], "mlp": [True, i == 0]} for i in range(2)]
+
+    def speed(spec):
+        plan = spec["options"].get("plan")
+        if plan is None:
+            return 2.0
+        return 3.0 if faster is not None and plan == {**plans[faster], "num_draft": 8} else 1.0
+
+    search, measured = search_over(speed)
+    search.plans = lambda spec: plans
+    best = search.knapspec({"method": "vegas", "options": {"rho": 0.05, "num_draft": 8}}).spec["options"]
+    assert len(measured) == 4
+    assert best.get("plan") == (None if faster is None else {**plans[faster], "num_draft": 8})
+    if faster is not None:
+        assert (best["max_draft"], best["selection"]["options"]) == (8, {"rho": 0.05})
+
+
 def test_dustin_tries_sparse_drafts_at_the_best_budget():
     def speed(spec):
         options = spec["options"]

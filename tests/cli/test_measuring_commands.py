@@ -182,6 +182,10 @@ def test_tune_and_generate(capsys, tmp_path, monkeypatch, checkpoint, text):
     assert len(record["tried"]) >= 4
     assert jaxspec.load_method(out) == build_method(record["chosen"])
 
+    named = ["--methods", "plain", out, "--json", tmp_path / "bench.json"]
+    assert run(capsys, "bench", *shared, *named)[0] == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["results"][-1]["spec"] == record["chosen"]
+
     # whatever was fastest here: a file that names another method is followed
     record["chosen"] = {"method": "vegas", "options": {"rho": 0.3, "min_keep": 4, "num_draft": 2}}
     out.write_text(json.dumps(record))
@@ -279,4 +283,10 @@ def test_specs_round_trip():
     assert parse_spec(describe(none)) == none
     nested = {"method": "knapspec", "options": {"selection": spec, "max_draft": 4}}
     assert build_method(nested).selection == jaxspec.Vegas(rho=0.05, num_draft=4, score_mode="logit")
+    plan = {"attn": [True, False], "mlp": [True, True], "num_draft": 3}
+    planned = {"method": "knapspec", "options": {"plan": plan}}
+    assert build_method(planned).plan == jaxspec.Plan((True, False), (True, True), 3)
+    assert describe(planned) == "knapspec:plan=[3 drafts, attention 1/2, MLP 2/2]"
+    with pytest.raises(ValueError, match="plan must have attn, mlp and num_draft"):
+        build_method({"method": "knapspec", "options": {"plan": {"attn": [True]}}})
     assert describe(nested) == "knapspec:selection=[vegas:rho=0.05,num_draft=4,score_mode=logit],max_draft=4"

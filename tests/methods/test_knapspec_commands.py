@@ -176,7 +176,10 @@ def test_a_trace_does_not_replace_the_profile(capsys, tmp_path):
         (["--contexts", "64", "64"], "--contexts must be at least two different lengths, for a slope, got 64 64"),
         (["--plot", "x.xyz"], "--plot x.xyz: the suffix must be one of "),
         (["--selection", "best"], "jaxspec: --selection must be one of quest, streaming, vegas, got 'best'"),
-        (["--selection", "vegas:size=3"], "'size=3' is no option=value of vegas; options: collect, layer_shares, min_keep"),
+        (
+            ["--selection", "vegas:size=3"],
+            "'size=3' is no option=value of vegas; options: collect, layer_shares",
+        ),
         (["--selection", "vegas:rho=x"], "rho must be a value of type float, got 'x'"),
         (["--selection", "vegas:rho=2"], "jaxspec: Vegas rho must lie above 0 and be at most 1"),
         (["--out", "/"], "--out /: not a file in an existing directory"),
