@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import kernels_rivals as rivals
 from kernels_timing import Run, brief, cache_sets, loop, random
 
+from pallas_kernels import cached_attention
 from pallas_kernels.cached_attention import blocks as dense_blocks
 from pallas_kernels.cached_attention import triton as dense_triton
 
@@ -98,11 +99,13 @@ DENSE_CASES = (
     Case("verify 32K batch 32 (1.5B)", *(32, 7, 2, 6, 128, 32768), scores=True),
     Case("decode 32K batch 1 (7B)", *(1, 1, 4, 7, 128, 32768), candidates=(changed(num_splits=33),)),
     Case("prefill 8K (7B)", *(1, 8192, 4, 7, 128, 8192), start=0, rivals=("jax", "torch")),
-    Case("prefill 8K (1.5B)", *(1, 8192, 2, 6, 128, 8192), start=0),
+    Case("prefill 8K (1.5B)", *(1, 8192, 2, 6, 128, 8192), start=0, rivals=("jax",)),
+    Case("prefill 4K after 28K (1.5B)", *(1, 4096, 2, 6, 128, 32768), rivals=("jax",)),
 )
 TINY_DENSE_CASES = (
     Case("verify", 1, 5, 2, 8, 64, 128, scores=True, candidates=(changed(num_splits=2),)),
-    Case("prefill", 1, 64, 2, 3, 64, 64, start=0),
+    Case("prefill", 1, 64, 2, 3, 64, 64, start=0, rivals=("jax",)),
+    Case("prefill after others", 1, 32, 2, 3, 64, 128, rivals=("jax",)),
 )
 
 
@@ -126,7 +129,14 @@ def time_dense(run: Run, case: Case) -> None:
     def report(label: str, prepare: Callable) -> None:
         entries.append((label, prepare))
 
-    def ours(blocks, mode=None):
+    def op():
+        # a position that the compiler knows would decide which of the op's ways is compiled
+        def step(q, k, v, start):
+            return cached_attention(q, k, v, start, scale=head_dim**-0.5, backend=run.backend)[0]
+
+        return loop(step, q, [(*operands, position) for operands in sets], guess)
+
+    def triton(blocks, mode=None):
         options = {"scale": head_dim**-0.5, "blocks": blocks, "interpret": run.tiny}
         if mode:
             options |= {"score_mode": mode, "scored_rows": jnp.tile(jnp.array([[0, rows - 1]], jnp.int32), (batch, 1))}
@@ -135,13 +145,17 @@ def time_dense(run: Run, case: Case) -> None:
         return loop(step, q, sets, guess, extra=mode is not None)
 
     chosen = dense_blocks.choose_block_sizes(batch, rows, kv_heads, case.group, capacity, head_dim, q.dtype)
-    report(f"ours {brief(chosen)}", lambda: ours(chosen))
+    # the op is the Triton kernel but for prefill chunks
+    kernel = "Triton" if prefill else "ours"
+    if prefill:
+        report("ours", op)
+    report(f"{kernel} {brief(chosen)}", lambda: triton(chosen))
     for mode in ("weight", "logit") if case.scores else ():
-        report(f"ours, {mode} scores", lambda m=mode: ours(chosen, m))
+        report(f"ours, {mode} scores", lambda m=mode: triton(chosen, m))
     for changes in case.candidates if run.candidates else ():
         blocks = dataclasses.replace(chosen, **changes)
-        report("  " + " ".join(f"{name}={value}" for name, value in changes.items()), lambda b=blocks: ours(b))
-    report("ours, repeated", lambda: ours(chosen))
+        report("  " + " ".join(f"{name}={value}" for name, value in changes.items()), lambda b=blocks: triton(b))
+    report("ours, repeated", op if prefill else lambda: triton(chosen))
     if "jax" in case.rivals:
         rivals.jax_attention(run, q, case.group, sets, guess, prefill, report)
     run.measure("cached_attention", case.name, entries, nbytes, flops)

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 
 BACKENDS = ("pallas", "xla", "interpret")
+# the least that JAX asks for on some GPU
+MIN_CUDNN = 91100
 
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_kernels_backend", default=None)
 
@@ -37,6 +39,21 @@ def at_least_hopper() -> bool:
     """
     device = jax.devices()[0]
     return device.platform != "gpu" or float(device.compute_capability) >= 9
+
+
+def has_cudnn() -> bool:
+    """Returns whether the default device is a GPU for which JAX finds a cuDNN with fused attention.
+
+    False without a GPU, whatever is installed.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+        return check_cudnn_version() >= MIN_CUDNN
+    except (ImportError, RuntimeError):
+        return False
 
 
 @contextlib.contextmanager

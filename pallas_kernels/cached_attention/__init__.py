@@ -40,8 +40,8 @@ def cached_attention(
         unless `per_row`, over the R scored queries.
       per_row: keep the scored queries apart.
       early: whether all that reads `out` are kernels of this package, see `early_launch`.
-      backend: 'pallas' (GPU kernel), 'interpret' (the same kernel, interpreted), 'xla' (plain jnp), or None for the
-        platform's own.
+      backend: 'pallas' (GPU kernel, or cuDNN for prefill chunks), 'interpret' (the same kernel, interpreted), 'xla'
+        (plain jnp), or None for the platform's own.
 
     Returns:
       out [B, T, N, H] of q's dtype, and scores: None without `scored_rows`, else float32 [B, S], or [B, R, S] with
@@ -65,6 +65,9 @@ def cached_attention(
         from pallas_kernels.cached_attention import xla
 
         return xla.cached_attention(q, k, v, start, **options)
-    from pallas_kernels.cached_attention import triton
+    from pallas_kernels.cached_attention import cudnn, triton
 
+    available = backend == "pallas" and scored_rows is None and dispatch.has_cudnn()
+    if cudnn.is_faster(*q.shape, k.shape[1], q.dtype, available=available):
+        return cudnn.cached_attention(q, k, v, start, scale=scale), None
     return triton.cached_attention(q, k, v, start, **options, early=early, interpret=backend == "interpret")

@@ -1,5 +1,6 @@
 """The whole decode loop compiled for an H200: caches are updated in place, and nothing as large as one is made."""
 
+import functools
 import math
 import re
 
@@ -11,9 +12,11 @@ from machine_code import usage
 
 from jaxspec.decode import decode_all, prefill
 from jaxspec.methods import Models, Plain, Vegas
-from jaxspec.models import Decoder, ModelConfig, RopeConfig, param_shapes
+from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_cache, param_shapes
+from jaxspec.prefill import fill_cache
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
+from pallas_kernels.dispatch import MIN_CUDNN
 
 pytestmark = pytest.mark.gpu_compile
 
@@ -79,6 +82,24 @@ def test_decode_loop(method, batch, context):
 
     spilled = {name: use.stack for name, use in usage(compiled).items() if use.stack}
     assert not spilled
+
+
+# cuDNN need not be there to compile calls of it; a chunk is 8,192 rows
+def test_prefill_by_cudnn(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.has_cudnn", lambda: True)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: MIN_CUDNN)
+    model = Decoder(CONFIG, "pallas")
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(CONFIG))
+    prompt, length = jax.ShapeDtypeStruct((1, 32768), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    # so many rows that no activation of a chunk is as large
+    cache = jax.eval_shape(lambda: init_cache(CONFIG, 1, 2**20, jnp.bfloat16))
+
+    compiled = compile_for_h200(functools.partial(fill_cache, model), params, prompt, length, cache, donate_argnums=3)
+    outputs = large_outputs(compiled.as_text(), cache[0].k.size)
+    # the kernel that writes new rows, once a layer
+    assert [opcode for opcode, _ in outputs] == ["custom-call"] * CONFIG.num_layers, outputs
+    # A first chunk takes one call of cuDNN, and later ones take two; of the last layer only the cache is used.
+    assert compiled.as_text().count('custom_call_target="__cudnn$fmhaSoftmax"') == 3 * (CONFIG.num_layers - 1)
 
 
 def test_a_copy_of_a_cache_would_be_found():
