@@ -98,7 +98,7 @@ class Search:
         """Sparse verification with a draft model, dense and sparse drafts, by budget and number of drafts."""
         options = [{"budget": budget, "num_draft": 4} for budget in budgets]
         best = self.best_of([{"method": "dustin", "options": o} for o in options])
-        sparse = [{**best.spec["options"], "num_draft": g, "sparse_drafts": "last"} for g in (4, 6, 8)]
+        sparse = [{**best.spec["options"], "num_draft": g, "sparse_drafts": "last"} for g in (2, 3, 4, 6, 8)]
         return max(best, self.best_of([{"method": "dustin", "options": o} for o in sparse]), key=_speed)
 
     def _once(self, spec: Spec) -> Measured:
