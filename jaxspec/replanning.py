@@ -1,16 +1,21 @@
 """What the host knows of a run while it is under way, for methods that change their plan between segments."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.methods.base import Method, Models
 from jaxspec.requests import Request
 from jaxspec.types import DecodeState
+
+# seconds that compiling methods took, by what their rounds were compiled for; JAX keeps the programs with the process
+_compile_seconds: defaultdict[Any, dict[Method, float]] = defaultdict(dict)
 
 
 @dataclass
@@ -30,13 +35,19 @@ class Run:
     decode_seconds: float = 0.0
     replan_seconds: float = 0.0
     compile_seconds: float = 0.0  # waited for; what a background thread compiles is not
-    longest_compile_seconds: float = 0.0  # of one method, waited for or not
     memory: dict[str, Any] = field(default_factory=dict)  # the method's own, from one `replan` to the next
     # what the method notes of its plans, and the tokens per second and sequence measured until the next one
     log: list[dict[str, Any]] = field(default_factory=list)
-    _compiled: dict[Method, Future] = field(default_factory=dict)
+    _compiled: dict[Method, Future] = field(default_factory=dict)  # in this run
+    _seconds: dict[Method, float] = field(init=False)  # in this process
     _pool: ThreadPoolExecutor | None = None
     _noted_at: tuple[float, float] = (0.0, 0.0)  # tokens per sequence and seconds at the last note
+
+    def __post_init__(self) -> None:
+        arguments = self.models, self.request, self.state
+        shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(arguments))
+        program = self.lower.__qualname__, self.max_new_tokens, jax.tree.structure(arguments), shapes
+        self._seconds = _compile_seconds[program]
 
     def replan(self, method: Method) -> Method:
         """The method to go on with until `replan_at`, its rounds compiled, as `method.replan` says."""
@@ -57,15 +68,15 @@ class Run:
             if background:
                 self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
                 # lowered here, because the state's buffers are gone once the next round has begun
-                self._compiled[method] = self._pool.submit(_timed_compile, self.lower(method))
+                self._compiled[method] = self._pool.submit(self._compile, method, self.lower(method))
             else:
-                done: Future = Future()
-                done.set_result(_timed_compile(self.lower(method)))
-                self._compiled[method] = done
+                self._compile(method, self.lower(method))
+                self._compiled[method] = Future()
+                self._compiled[method].set_result(None)
         future = self._compiled[method]
         if background and not future.done():
             return False
-        self.longest_compile_seconds = max(self.longest_compile_seconds, future.result())
+        future.result()
         if not background:
             self.compile_seconds += time.perf_counter() - started
         return True
@@ -73,6 +84,11 @@ class Run:
     def is_ready(self, method: Method) -> bool:
         """Whether a method's rounds are compiled."""
         return method in self._compiled and self._compiled[method].done()
+
+    def seconds_to_compile(self, method: Method | None = None) -> float:
+        """What compiling a method's rounds will take, without a method those of a new one: nothing where this process
+        has compiled them, else as long as the longest did."""
+        return 0.0 if method in self._seconds else max(self._seconds.values(), default=0.0)
 
     def note(self, record: dict[str, Any]) -> None:
         """Adds to the log what holds from here on; plain types."""
@@ -91,8 +107,7 @@ class Run:
         if self.log and seconds > seconds_before:
             self.log[-1]["measured_tokens_per_second"] = (tokens - tokens_before) / (seconds - seconds_before)
 
-
-def _timed_compile(lowered: Any) -> float:
-    started = time.perf_counter()
-    lowered.compile()
-    return time.perf_counter() - started
+    def _compile(self, method: Method, lowered: Any) -> None:
+        started = time.perf_counter()
+        lowered.compile()
+        self._seconds.setdefault(method, time.perf_counter() - started)

@@ -180,7 +180,7 @@ def _take(method: "KnapSpec", run: Run, memory: _Memory, choice: _Choice) -> str
         memory.plan = choice.plan
         return "changed"
     executed = method.with_plan(choice.plan)
-    cost = 0.0 if run.is_ready(executed) else run.longest_compile_seconds
+    cost = run.seconds_to_compile(executed)
     background = method.compile_in == "background"
     # in the background compiling costs nothing but the tokens that the old plan decodes meanwhile
     worth = choice.seconds_left_before > cost if background else saved > cost
@@ -208,7 +208,7 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     due = grown or run.rounds - rounds >= memory.period
     if method.execution == "static" and method.compile_in == "foreground":
         # else no new plan could save what compiling it takes
-        due = due and memory.seconds_left > run.longest_compile_seconds
+        due = due and memory.seconds_left > run.seconds_to_compile()
     return due and run.replan_seconds + memory.search_seconds <= method.planner_share * run.decode_seconds
 
 

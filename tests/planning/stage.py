@@ -1,5 +1,6 @@
 """What the tests of KnapSpec's controller share: a run whose clock and plans are by hand; nothing is computed."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +36,9 @@ class Stage:
         self.found, self.planned, self.compiled, self.gate = ONE, [], [], None
         self.left, self.frontier = (4.0, 2.0), beside_nothing(0.9) if frontier is None else frontier
         self.method = KnapSpec(profile=PROFILE, **options)
-        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
+        # what other tests compiled
+        monkeypatch.setattr("jaxspec.replanning._compile_seconds", defaultdict(dict))
+        self.begin(new_tokens)
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(controller, "time", clock)
         monkeypatch.setattr("jaxspec.replanning.time", clock)
@@ -47,6 +50,10 @@ class Stage:
         monkeypatch.setattr(controller, "_arguments", lambda run: ())
         monkeypatch.setattr(controller, "search_plan", SimpleNamespace(
             lower=lambda *_: SimpleNamespace(compile=lambda: None)))  # fmt: skip
+
+    def begin(self, new_tokens=1000):
+        """Another run in the same process."""
+        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
 
     def state(self, emitted, length, accepted=2):
         """After one row's rounds of two drafts each, `accepted` of them accepted."""

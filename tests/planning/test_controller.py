@@ -43,6 +43,20 @@ def test_a_plan_whose_gain_is_less_than_its_compile_time(monkeypatch):
     assert stage.replan() == TWO
 
 
+@pytest.mark.parametrize(("compiled_before", "taken"), [([ONE], "not worth it"), ([ONE, TWO], "changed")])
+def test_what_another_run_compiled_costs_nothing_and_says_what_a_new_plan_costs(monkeypatch, compiled_before, taken):
+    stage = Stage(monkeypatch, compile_seconds=3.0)
+    for plan in compiled_before:
+        stage.run.prepare(stage.method.with_plan(plan), background=False)
+    stage.begin()
+    stage.compile_seconds = 0.0  # of a program that JAX finds
+    stage.replan()
+    stage.found = TWO
+    stage.decode(5.0, 90, 190)
+    stage.replan()
+    assert stage.run.log[-1]["taken"] == taken
+
+
 @pytest.mark.parametrize("execution", ["static", "traced"])
 def test_a_plan_whose_gain_is_within_the_error_of_the_model(monkeypatch, execution):
     """2% of the time left are not worth a change that costs nothing, 4% are."""
@@ -182,9 +196,8 @@ def test_a_change_of_plan_is_soon_looked_at(monkeypatch):
     ("static", "foreground", 1), ("static", "background", 2), ("traced", "foreground", 2)
 ])  # fmt: skip
 def test_nothing_is_searched_that_could_not_pay_for_its_compilation(monkeypatch, execution, compile_in, planned):
-    stage = Stage(monkeypatch, execution=execution, compile_in=compile_in)
+    stage = Stage(monkeypatch, execution=execution, compile_in=compile_in, compile_seconds=60.0)  # only 4 s are left
     stage.replan()
-    stage.run.longest_compile_seconds = 60.0  # only 4 s are left
     stage.decode(10.0, 90, 190, rounds=64)
     stage.replan()
     assert len(stage.planned) == planned
