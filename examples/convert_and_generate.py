@@ -32,12 +32,14 @@ def write_tiny_checkpoint(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def main(source: str | None = None) -> None:
+def main(source: str | Path | None = None) -> None:
     """Runs the three steps in a temporary directory."""
     with tempfile.TemporaryDirectory() as work:
         if source is None:
-            write_tiny_checkpoint(Path(work))
-        report = convert(source or work, Path(work) / "converted", progress=False)
+            source = Path(work) / "tiny"
+            source.mkdir()
+            write_tiny_checkpoint(source)
+        report = convert(source, Path(work) / "converted", progress=False)
         print(f"{report.num_parameters:,} parameters of a {report.model_type} in {report.dtype}")
         loaded = jaxspec.load(Path(work) / "converted")
 

@@ -78,6 +78,7 @@ def test_a_run_with_its_trace_and_plot(capsys, tmp_path, prompt_file):
         "num_draft": 3,
         "score_mode": "weight",
         "collect": "two",
+        "layer_shares": "",
     }
     (row,) = record["rows"]
     assert set(row) == {"rounds", "emitted", "drafted", "accepted"}
