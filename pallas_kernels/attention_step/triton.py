@@ -17,11 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, online
+from pallas_kernels.attention_tile import Tile, result_shapes, store_results, tile_of
 from pallas_kernels.cached_attention import blocks as cached_blocks
 from pallas_kernels.cached_attention.triton import attend_rows
 from pallas_kernels.rope_and_cache.triton import read_projection
 from pallas_kernels.sparse_attention import blocks as sparse_blocks
-from pallas_kernels.sparse_attention.triton import Tile, result_shapes, start_slots, store_results, tile_of
+from pallas_kernels.sparse_attention.triton import start_slots
 from pallas_kernels.tiling import ceil_div
 
 BlockSizes = cached_blocks.BlockSizes | sparse_blocks.BlockSizes
@@ -176,9 +177,9 @@ def cached_step(
     cut = blocks or cached_blocks.choose_block_sizes(batch, 1, kv_heads, group, capacity, head_dim, dtype)
 
     def begin(refs, tile, length):
-        program = tile.batch, tile.kv_head, tile.split
-        position = jnp.broadcast_to(length - 1, (cut.rows,))
-        rows = (refs["k_cache"], refs["v_cache"], program, position, length, length)
+        # the new row is none of these: every query sees them all
+        tile = tile._replace(position=jnp.broadcast_to(length - 1, (cut.rows,)))
+        rows = (refs["k_cache"], refs["v_cache"], tile, length, length)
         return lambda q, state: attend_rows(q, state, *rows, scale=scale, blocks=cut)
 
     options = {"scale": scale, "eps": eps, "early": early, "interpret": interpret}

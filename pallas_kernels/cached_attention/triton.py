@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, online
+from pallas_kernels.attention_tile import Tile, load_queries, result_shapes, store_results, tile_of
 from pallas_kernels.cached_attention import scores as scoring
 from pallas_kernels.cached_attention.blocks import BlockSizes, choose_block_sizes
 from pallas_kernels.early_launch import early_launch
-from pallas_kernels.tiling import ceil_div, power_of_two
+from pallas_kernels.tiling import ceil_div
 
 # Up to this many queries the scored ones are taken from the attention pass itself.
 SCORED_IN_PASS = 16
@@ -42,62 +43,25 @@ def _attention_kernel(
     """
     num_rows, group, capacity, head_dim = shape
     row_tiles = ceil_div(num_rows * group, blocks.rows)
-    batch, split = pl.program_id(2), pl.program_id(1)
-    kv_head = pl.program_id(0) // row_tiles
     # Later rows see more of the cache: start the long programs first.
-    row_tile = row_tiles - 1 - pl.program_id(0) % row_tiles
-
-    tile_row = row_tile * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
-    query = tile_row // group
-    head = kv_head * group + tile_row % group
-    # Padding keeps an index past the end: interpret mode drops such stores, the GPU masks them.
-    in_tile = query < num_rows
-    column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
-    in_head = column < head_dim
-    start = refs.start[batch]
-    first, last = (row_tile * blocks.rows) // group, ((row_tile + 1) * blocks.rows - 1) // group
+    tile = tile_of(num_rows, group, head_dim, refs.start, blocks.rows, last_first=True)
+    start = refs.start[tile.batch]
+    first, last = (tile.row_tile * blocks.rows) // group, ((tile.row_tile + 1) * blocks.rows - 1) // group
     last = jnp.minimum(last, num_rows - 1)
-    position = start + query
-    q = pltriton.load(
-        refs.q.at[batch, query[:, None], head[:, None], column[None, :]],
-        mask=in_tile[:, None] & in_head[None, :],
-        other=0.0,
-    )
+    q = load_queries(refs.q, tile)
     if request is not None:
         # The scores' own shared memory would otherwise cost the second program of a multiprocessor.
         q = online.in_registers(q)
     length = jnp.clip(start + last + 1, 0, capacity)
     seen_by_all = jnp.clip(start + first + 1, 0, capacity)
-    last_tile = None if row_tiles == 1 else row_tile == row_tiles - 1
+    last_tile = None if row_tiles == 1 else tile.row_tile == row_tiles - 1
     base_two = scale * math.log2(math.e)
-    score_step = scoring.make_step(refs, request, batch, kv_head, last_tile, column, base_two, blocks)
-    state = attend_rows(
-        q,
-        online.initial(blocks.rows, column.size),
-        refs.k,
-        refs.v,
-        (batch, kv_head, split),
-        position,
-        length,
-        seen_by_all,
-        scale=scale,
-        blocks=blocks,
-        score_step=score_step,
-    )
-
-    where = in_tile[:, None] & in_head[None, :]
-    if blocks.num_splits == 1:
-        out, lse = online.finish(state)
-        at = refs.out.at[batch, query[:, None], head[:, None], column[None, :]]
-        pltriton.store(at, out.astype(refs.out.dtype), mask=where)
-        if refs.lse is not None:
-            pltriton.store(refs.lse.at[batch, query, head], lse, mask=in_tile)
-    else:
-        acc, top, total = state
-        at = refs.acc.at[batch, split, query[:, None], head[:, None], column[None, :]]
-        pltriton.store(at, acc, mask=where)
-        pltriton.store(refs.top.at[batch, split, query, head], top, mask=in_tile)
-        pltriton.store(refs.total.at[batch, split, query, head], total, mask=in_tile)
+    score_step = scoring.make_step(refs, request, tile.batch, tile.kv_head, last_tile, tile.column, base_two, blocks)
+    state = online.initial(blocks.rows, tile.column.size)
+    options = {"scale": scale, "blocks": blocks, "score_step": score_step}
+    state = attend_rows(q, state, refs.k, refs.v, tile, length, seen_by_all, **options)
+    results = (refs.out,) if blocks.num_splits == 1 else (refs.acc, refs.top, refs.total)
+    store_results(results, tile, state, num_rows, refs.lse)
 
 
 def attend_rows(
@@ -105,8 +69,7 @@ def attend_rows(
     state: online.State,
     k_ref: Any,
     v_ref: Any,
-    program: tuple[jax.Array, jax.Array, jax.Array],
-    position: jax.Array,
+    tile: Tile,
     length: jax.Array,
     seen_by_all: jax.Array,
     *,
@@ -116,33 +79,29 @@ def attend_rows(
 ) -> online.State:
     """Adds this split's share of the first `length` cache rows to the state of queries [rows,H].
 
-    k, v [B,S,K,H]; program: batch row, kv head and split. A query sees no row past its position [rows], and all of them
-    see the first `seen_by_all` rows. `score_step(step, row, keys)` is called in every step.
+    k, v [B,S,K,H]. A query sees no row past its position, and all of them see the first `seen_by_all` rows.
+    `score_step(step, row, keys)` is called in every step.
     """
-    batch, kv_head, split = program
-    head_dim = k_ref.shape[3]
-    column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
-    in_head = column < head_dim
     steps = pl.cdiv(length, blocks.block_s)
-    begin = steps * split // blocks.num_splits
-    end = steps * (split + 1) // blocks.num_splits
+    begin = steps * tile.split // blocks.num_splits
+    end = steps * (tile.split + 1) // blocks.num_splits
     eviction = "evict_first" if blocks.stream else None
 
     def attend(step, state, masked):
         row = step * blocks.block_s + jnp.arange(blocks.block_s, dtype=jnp.int32)
         # Rows past the length are not even read: they may hold NaN, and the capacity may end inside the step.
         mask = row[:, None] < length if masked else None
-        if head_dim != column.size:
-            mask = in_head[None, :] if mask is None else mask & in_head[None, :]
+        if k_ref.shape[3] != tile.column.size:
+            mask = tile.in_head[None, :] if mask is None else mask & tile.in_head[None, :]
 
         def load(ref):
-            at = ref.at[batch, row[:, None], kv_head, column[None, :]]
+            at = ref.at[tile.batch, row[:, None], tile.kv_head, tile.column[None, :]]
             return pltriton.load(at, mask=mask, other=None if mask is None else 0.0, eviction_policy=eviction)
 
         k = load(k_ref)
         logits = pltriton.dot(q, k, trans_b=True, allow_tf32=False) * (scale * math.log2(math.e))
         if masked:
-            logits = jnp.where(row[None, :] <= position[:, None], logits, -jnp.inf)
+            logits = jnp.where(row[None, :] <= tile.position[:, None], logits, -jnp.inf)
         state = online.update(state, logits, lambda: load(v_ref))
         if score_step is not None:
             score_step(step, row, k)
@@ -174,15 +133,10 @@ def attend(
     group = heads // kv_heads
     want_lse = request is not None and request.mode == "weight"
     names, operands = ["start", "q", "k", "v"], [start, q, k, v]
-    outputs: dict[str, jax.ShapeDtypeStruct] = {}
-    if blocks.num_splits == 1:
-        outputs["out"] = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        if want_lse:
-            outputs["lse"] = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    else:
-        parts = (batch, blocks.num_splits, num_rows, heads)
-        outputs["acc"] = jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32)
-        outputs["top"] = outputs["total"] = jax.ShapeDtypeStruct(parts, jnp.float32)
+    shapes = result_shapes(*q.shape, q.dtype, blocks.num_splits)
+    outputs = dict(zip(("out",) if blocks.num_splits == 1 else ("acc", "top", "total"), shapes, strict=True))
+    if want_lse and blocks.num_splits == 1:
+        outputs["lse"] = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     if request is not None:
         names.append("scored")
         operands.append(scored)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,44 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import dispatch, online
+from pallas_kernels.attention_tile import Tile, load_queries, result_shapes, store_results, tile_of
 from pallas_kernels.early_launch import early_launch
 from pallas_kernels.sparse_attention.blocks import BlockSizes, choose_block_sizes
-from pallas_kernels.tiling import ceil_div, power_of_two
+from pallas_kernels.tiling import ceil_div
 
 # Past every position.
 NOWHERE = 2**31 - 1
-
-
-class Tile(NamedTuple):
-    """What one program attends: some (query, head) pairs of a kv head, and a split of the slots.
-
-    Attributes:
-      batch, kv_head, split: int32.
-      query, head: int32 [rows]; `query` is past the last one where the tile is padding.
-      position: int32 [rows], of the queries.
-      column: int32 [width], of a head; `in_head` masks those past the head dim.
-    """
-
-    batch: jax.Array
-    kv_head: jax.Array
-    split: jax.Array
-    query: jax.Array
-    head: jax.Array
-    position: jax.Array
-    column: jax.Array
-    in_head: jax.Array
-
-
-def tile_of(num_rows: int, group: int, head_dim: int, start_ref: Any, rows: int) -> Tile:
-    """This program's tile of `rows` pairs in a grid (kv heads x row tiles, splits, batch); query 0 is at start [B]."""
-    row_tiles = ceil_div(num_rows * group, rows)
-    kv_head, row_tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
-    split, batch = pl.program_id(1), pl.program_id(2)
-    tile_row = row_tile * rows + jnp.arange(rows, dtype=jnp.int32)
-    # Padding keeps an index past the end: interpret mode drops such stores, the GPU masks them.
-    query, head = tile_row // group, kv_head * group + tile_row % group
-    column = jnp.arange(power_of_two(head_dim, 16), dtype=jnp.int32)
-    return Tile(batch, kv_head, split, query, head, start_ref[batch] + query, column, column < head_dim)
 
 
 def start_slots(
@@ -119,32 +88,6 @@ def start_slots(
     return run
 
 
-def result_shapes(
-    batch: int, num_rows: int, heads: int, head_dim: int, dtype: jnp.dtype, num_splits: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the programs write: the result with one split, else the parts that are to be merged."""
-    if num_splits == 1:
-        return (jax.ShapeDtypeStruct((batch, num_rows, heads, head_dim), dtype),)
-    parts = (batch, num_splits, num_rows, heads)
-    part = jax.ShapeDtypeStruct(parts, jnp.float32)
-    return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), part, part
-
-
-def store_results(results: Sequence[Any], tile: Tile, state: online.State, num_rows: int) -> None:
-    """Writes out [B,T,N,H], or acc [B,C,T,N,H], top and total [B,C,T,N]."""
-    in_tile = tile.query < num_rows
-    where = in_tile[:, None] & tile.in_head[None, :]
-    element = tile.query[:, None], tile.head[:, None], tile.column[None, :]
-    if len(results) == 1:
-        out, _ = online.finish(state)
-        pltriton.store(results[0].at[tile.batch, *element], out.astype(results[0].dtype), mask=where)
-    else:
-        acc, top, total = state
-        pltriton.store(results[0].at[tile.batch, tile.split, *element], acc, mask=where)
-        pltriton.store(results[1].at[tile.batch, tile.split, tile.query, tile.head], top, mask=in_tile)
-        pltriton.store(results[2].at[tile.batch, tile.split, tile.query, tile.head], total, mask=in_tile)
-
-
 def _sparse_kernel(
     q_ref, k_ref, v_ref, rows_ref, start_ref, count_ref, layer_ref, *refs, scale: float, blocks: BlockSizes, window: int
 ) -> None:  # fmt: skip
@@ -156,11 +99,7 @@ def _sparse_kernel(
     length = jnp.clip(start_ref[tile.batch] + num_rows, 0, capacity)
     lists = rows_ref, count_ref, valid_ref, layer_ref
     attend = start_slots(tile, k_ref, v_ref, *lists, length, scale=scale, blocks=blocks, window=window)
-    q = pltriton.load(
-        q_ref.at[tile.batch, tile.query[:, None], tile.head[:, None], tile.column[None, :]],
-        mask=(tile.query < num_rows)[:, None] & tile.in_head[None, :],
-        other=0.0,
-    )
+    q = load_queries(q_ref, tile)
     state = attend(q, online.initial(blocks.rows, tile.column.size))
     store_results(results, tile, state, num_rows)
 
