@@ -113,7 +113,7 @@ def decode_in_segments(
         The last state, and the run's times and plans.
     """
     state = run_prefill(models, request, method, max_new_tokens, logprobs) if state is None else state
-    run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method))
+    run = Run(models, request, max_new_tokens, state, lambda method: _lower_segment(run, method), "a segment")
     try:
         while np.any(np.asarray(run.state.finish) == Finish.RUNNING):
             drafter = run.replan(method)

@@ -47,6 +47,10 @@ def check_enumeration(method: Method, sampling: Sampling, name: str) -> Check:
     changes: dict[str, Any] = {name: min(options[name], limit) for name, limit in limits.items() if name in options}
     if "plan" in options:
         changes["plan"] = None
+    if shares := options.get("layer_shares"):
+        changes["layer_shares"] = (min(shares), max(shares))
+    if shares := getattr(options.get("selection"), "layer_shares", ""):
+        changes["selection"] = dataclasses.replace(options["selection"], layer_shares=(min(shares), max(shares)))
     if method.needs_draft_params:
         changes["model"], draft_params = _tiny_model(layers=1, seed=1)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, 3, 24)]

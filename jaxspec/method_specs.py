@@ -1,6 +1,8 @@
 """Methods as plain data: a name with options, as the command line takes them and as files keep them."""
 
+import json
 import warnings
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,14 +78,15 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
 
 
 def describe(spec: Mapping[str, Any]) -> str:
-    """A spec in the notation that `parse_spec` reads, nested ones in brackets."""
+    """A spec in the notation that `parse_spec` reads, in brackets what that does not: nested specs, and long values in
+    short."""
 
     def shown(value: Any) -> str:
         if isinstance(value, Mapping):
-            return f"[{describe(value) if 'method' in value else _plan(value)}]"
+            return f"[{describe(value)}]" if "method" in value else f"[{_plan(value)}, {_digest(value)}]"
         if isinstance(value, list | tuple):
             # a number for each layer would fill the line
-            return f"({len(value)} numbers)" if len(value) > 8 else "+".join(map(str, value))
+            return f"[{len(value)} numbers, {_digest(value)}]" if len(value) > 8 else "+".join(map(str, value))
         return str(value)
 
     options = ",".join(f"{key}={shown(value)}" for key, value in spec.get("options", {}).items())
@@ -123,6 +126,22 @@ def read_tuned(path: str | Path) -> dict[str, Any]:
         if not isinstance(record.get(name), str | None):
             raise ValueError(f"{path}: {name} must be a path or null, got {record[name]!r}")
     return record
+
+
+def files_of(options: Mapping[str, Any]) -> list[str]:
+    """The files that options name: latency profiles and rows by layer, also those of a selection."""
+    found = [options.get(name) for name in ("profile", "layer_shares")]
+    selection = options.get("selection")
+    if isinstance(selection, Mapping):
+        found += files_of(selection.get("options", {}))
+    elif isinstance(selection, str):
+        found.append(selection.partition("layer_shares=")[2].partition(",")[0])
+    return [name for name in found if isinstance(name, str) and name]
+
+
+def _digest(value: Any) -> str:
+    """Four digits that tell one long value from another."""
+    return f"{zlib.crc32(json.dumps(value).encode()) & 0xFFFF:04x}"
 
 
 def _plan(fields: Any) -> Plan:

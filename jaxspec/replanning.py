@@ -30,6 +30,7 @@ class Run:
     max_new_tokens: int
     state: DecodeState
     lower: Callable[[Method], Any]  # lowers a method's rounds; what it returns has `compile()`
+    kind: str  # names what `lower` lowers
     rounds: int = 0
     replan_at: int = 0  # the round before which `replan` is called next; the method may set it there
     decode_seconds: float = 0.0
@@ -46,7 +47,7 @@ class Run:
     def __post_init__(self) -> None:
         arguments = self.models, self.request, self.state
         shapes = tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(arguments))
-        program = self.lower.__qualname__, self.max_new_tokens, jax.tree.structure(arguments), shapes
+        program = self.kind, self.max_new_tokens, jax.tree.structure(arguments), shapes
         self._seconds = _compile_seconds[program]
 
     def replan(self, method: Method) -> Method:

@@ -23,7 +23,8 @@ def buffer_width(rho: float, min_keep: int, capacity: int) -> int:
 
 
 def layer_budgets(rho: float, min_keep: int, shares: tuple[float, ...], length: Array, limit: Array) -> Array:
-    """int32 [L, B] rows to keep in each layer: its share, in thousandths, of what `budget` keeps, rounded up."""
+    """int32 [L, B] rows to keep in each layer: its share of what `budget` keeps, in thousandths, rounded up; at most
+    `limit`."""
     wanted = jnp.maximum(_share(rho, length), min_keep)
     thousandths = jnp.array([round(1000 * share) for share in shares], jnp.int32)[:, None]
     return jnp.minimum(_of_thousand(thousandths, wanted), limit)

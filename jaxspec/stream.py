@@ -135,7 +135,7 @@ class _Rounds:
         self._arguments = models, request, max_new_tokens
         self._method = self._drafter = method
         self._step = step
-        self._run = Run(models, request, max_new_tokens, state, self._lower)
+        self._run = Run(models, request, max_new_tokens, state, self._lower, "a round")
         self._segment_started = 0.0
 
     def report(self) -> dict[str, np.ndarray]:

@@ -49,8 +49,9 @@ def has_cudnn() -> bool:
     if jax.default_backend() != "gpu":
         return False
     try:
-        from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, check_cudnn_version, dot_product_attention
 
+        del MaskType, dot_product_attention  # what the call needs, should another JAX have moved it
         return check_cudnn_version() >= MIN_CUDNN
     except (ImportError, RuntimeError):
         return False

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from jaxspec.methods.knapspec import KnapSpec
 from jaxspec.methods.plain import Plain
 from jaxspec.metrics import Metrics, measure
 from jaxspec.models.decoder import cache_capacity, init_cache
-from jaxspec.planning import Planned, plan
-from jaxspec.planning.measure import measured_profile
-from jaxspec.planning.plan import fitted
+from jaxspec.planning import Planned
+from jaxspec.planning.controller import planned
 from jaxspec.prefill import fill_cache
 from jaxspec.profiling import RoundTimer
+from jaxspec.replanning import Run
 from jaxspec.requests import Request, check_request
 from jaxspec.sampling import Sampling
 from jaxspec.types import DecodeState, Finish, KVCache, Params, Stats
@@ -150,20 +150,13 @@ class Runs:
         del profile["num_rounds"]
         return {phase: 1e3 * seconds for phase, seconds in profile.items() if seconds is not None}
 
-    def plan(self, method: KnapSpec) -> Planned:
-        """What KnapSpec's planner finds after the prompts; latencies are measured at first use."""
+    def plan(self, method: KnapSpec, reference_tokens: int) -> Planned:
+        """What KnapSpec's planner finds after the prompts, judged on so many tokens. Latencies are measured at first
+        use."""
         state = self._compile(self.models, method)[0](self.models, self.cache, self.request)
-        request, target, selection = self.request, self.models.target, None
-        if method.sparse:
-            selection = method.selection.draft_selection(self.models, state)
-        longest = request.prompt.shape[1] + self.new_tokens
-        profile = measured_profile(self.models, self.batch, longest, method.max_draft, method.selection or None)
-        lengths = (int(np.mean(request.prompt_length)), longest)
-        options = fitted(method.planner_options, profile.costs(method.sparse), target.config.num_layers, lengths)
-        prompts = state.cache, request.prompt, request.prompt_length, state.tokens, state.length
-        found = plan(self.models, *prompts, profile, options, selection=selection)
         self.cache = state.cache
-        return found
+        run = Run(self.models, self.request, self.new_tokens, state, lambda method: None, "nothing")
+        return planned(replace(method, reference_tokens=reference_tokens), run)
 
     def _models(self, candidate: Candidate) -> Models:
         return self.models.replace(draft_params=candidate.draft_params)

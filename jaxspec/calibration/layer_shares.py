@@ -45,7 +45,7 @@ def overlaps(models: Models, texts: Sequence[Sequence[int]], method: Vegas, roun
         models.target, prompt, lengths, jax.random.key(0), method, Sampling(), predicted + step, (), 0, None
     )
     state = run_prefill(models, request, method, predicted + step)
-    # in the first round both lists are the usual ones
+    # in the first round, which is not handed out, both lists are the usual ones
     cache, lists = state.cache, (state.method_state, state.method_state)
     for i in range(rounds + 1):
         start = length - predicted + i * step
@@ -58,18 +58,18 @@ def overlaps(models: Models, texts: Sequence[Sequence[int]], method: Vegas, roun
 def _round(
     models: Models, cache: KVCache, lists: tuple[KVSelection, KVSelection], start: Array, tokens: Array, method: Vegas
 ) -> tuple[KVCache, tuple[KVSelection, KVSelection], Array]:
+    """One round from row `start` on: the cache with the rows of tokens [B, g + 1], the next round's lists, and the
+    overlaps [L + 1]. Of the two lists one has the usual rows in every layer, the other few."""
     batch, num_layers = tokens.shape[0], models.target.config.num_layers
     length = jnp.full(batch, start, jnp.int32)
     draft = Draft(tokens[:, 1:], jnp.full(batch, method.num_draft, jnp.int32), None)
     out = models.forward(tokens, cache, length, collect=method.verify_collect(draft))
     full = jax.nn.softmax(out.logits[:, :-1])
     usual, few = lists
-    missing = usual.rows.shape[2] - few.rows.shape[2]
-    few_rows = jnp.pad(few.rows, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
     def overlap(cache: KVCache, layer: Array) -> tuple[KVCache, Array]:
         here = jnp.arange(num_layers)[:, None] == layer
-        rows = jnp.where(here[:, :, None], few_rows, usual.rows)
+        rows = jnp.where(here[:, :, None], few.rows, usual.rows)
         selection = usual.replace(rows=rows, count=jnp.where(here, few.count, usual.count))
         drafted = models.forward(tokens[:, :-1], cache, length, selection=selection)
         common = jnp.minimum(full, jax.nn.softmax(drafted.logits))
@@ -80,8 +80,10 @@ def _round(
     cache = models.forward(tokens, cache, length).cache
     verdict = Verdict(draft.count, tokens[:, -1])
     methods = method, replace(method, layer_shares=(LEAST,) * num_layers)
-    made = tuple(one.observe(models, usual, out, draft, verdict, length) for one in methods)
-    return cache, made, found
+    usual, few = (one.observe(models, usual, out, draft, verdict, length) for one in methods)
+    missing = usual.rows.shape[2] - few.rows.shape[2]
+    few = few.replace(rows=jnp.pad(few.rows, ((0, 0), (0, 0), (0, missing)), constant_values=-1))
+    return cache, (usual, few), found
 
 
 def shares_of(overlap: np.ndarray) -> tuple[float, ...]:
@@ -90,10 +92,11 @@ def shares_of(overlap: np.ndarray) -> tuple[float, ...]:
     If a layer that reads k rows costs a_l / k of the overlap, the rows that cost least in all are proportional to the
     root of a_l, which is in proportion to what the layer was seen to cost.
     """
-    root = np.sqrt(np.maximum(overlap[-1] - overlap[:-1], 0))
-    if not root.any():
-        return (1.0,) * root.size
-    low, high = 0.0, MOST / root[root > 0].min()
+    if not np.all(np.isfinite(overlap)):
+        raise ValueError(f"overlaps must be finite, got {overlap}")
+    # above 0, so that what layers at `MOST` leave goes to those that lose nothing
+    root = np.sqrt(np.maximum(overlap[-1] - overlap[:-1], 1e-12))
+    low, high = 0.0, MOST / root.min()
     for _ in range(100):
         middle = (low + high) / 2
         shares = np.clip(middle * root, LEAST, MOST)
@@ -131,6 +134,8 @@ def calibrate_rows(
         ValueError: impossible settings, or a text that is too short, before anything is computed.
     """
     least, limit = 2 * (rounds + 1) * (method.num_draft + 1), models.target.config.capacity_limit
+    if method.layer_shares:
+        raise ValueError("method must be without layer_shares, which are what is measured")
     if rounds < 1 or method.num_draft < 1:
         raise ValueError(f"rounds and num_draft must be at least 1, got {rounds} and {method.num_draft}")
     if not least <= context <= limit - method.num_draft - 1:

@@ -57,12 +57,18 @@ def _bench(args: argparse.Namespace) -> int:
     if args.model is not None and (args.acceptance is not None or args.layers is not None):
         raise ValueError("--acceptance and --layers belong to --shape: a real model has its own")
     from jaxspec.benchmarking.shapes import OFFERED, SHAPES
-    from jaxspec.method_specs import parse_spec, read_tuned
+    from jaxspec.method_specs import files_of, parse_spec, read_tuned
 
-    tuned = [text for text in args.methods if text.partition(":")[0].endswith(".json")]
-    specs = [read_tuned(text)["chosen"] if text in tuned else parse_spec(text) for text in args.methods]
-    profiles = [spec["options"].get("profile") for spec in specs]
-    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *profiles, *tuned))
+    tuned = {text: read_tuned(text) for text in args.methods if text.endswith(".json") and "=" not in text}
+    for name in ("draft", "config"):
+        wanted = {*filter(None, (getattr(args, name), *(record.get(name) for record in tuned.values())))}
+        if len(set(map(str, wanted))) > 1:
+            raise ValueError(f"--{name} must be one for all methods, got {', '.join(sorted(map(str, wanted)))}")
+        if wanted:
+            setattr(args, name, Path(wanted.pop()) if name == "config" else wanted.pop())
+    specs = [tuned[text]["chosen"] if text in tuned else parse_spec(text) for text in args.methods]
+    named = [name for spec in specs for name in files_of(spec["options"])]
+    check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *named, *tuned))
     if args.shape is not None and args.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(OFFERED)}, got {args.shape!r}")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:

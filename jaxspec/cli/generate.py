@@ -13,6 +13,7 @@ from jaxspec.benchmarking.shapes import check_memory
 from jaxspec.cli.device import default_dtype, keep_programs
 from jaxspec.cli.methods import add_method_flags, load_draft, method_from_flags, option_values
 from jaxspec.cli.report import SCHEMA_VERSION, check_outputs, figures_line, write_plot, write_trace
+from jaxspec.method_specs import files_of
 from jaxspec.metrics import measure
 from jaxspec.text import read_text
 
@@ -63,7 +64,7 @@ def _generate(args: argparse.Namespace) -> int:
     if "" in args.stop:
         raise ValueError("--stop must be text, got an empty string")
     method = method_from_flags(args)
-    read = (args.model, args.draft, args.prompt_file, args.config, args.tuned, args.profile)
+    read = (args.model, args.draft, args.prompt_file, args.config, args.tuned, *files_of(vars(args)))
     check_outputs({"--trace": args.trace, "--plot": args.plot}, read)
     prompt = _read_prompt(args)
     keep_programs()

@@ -49,12 +49,13 @@ def add_command(commands: Any) -> None:
 
 def _profile(args: argparse.Namespace) -> int:
     import jaxspec
+    from jaxspec.method_specs import files_of
     from jaxspec.methods import Models
     from jaxspec.methods.knapspec import read_selection
     from jaxspec.planning.latency import poor_fit, profile_record, save_profile
     from jaxspec.planning.measure import describe, measure
 
-    check_outputs({"--out": args.out, "--plot": args.plot}, (args.model,))
+    check_outputs({"--out": args.out, "--plot": args.plot}, (args.model, *files_of(vars(args))))
     for flag, value, low, high in (
         ("--batch", args.batch, 1, 1024),
         ("--max-draft", args.max_draft, 1, 32),

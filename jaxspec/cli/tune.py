@@ -1,7 +1,6 @@
 """`jaxspec tune`."""
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jaxspec.cli.results import add_speedups, print_table, result_of, write_reco
 BUDGETS = (256, 512, 1024)
 # of the prompts, and rounds in each, from which rows by layer are calibrated
 ROWS, ROUNDS = 4, 16
-# prompts of fewer tokens have no room for that
+# prompts of fewer tokens have too few for that
 SHORTEST = 64
 # sublayers that fixed plans skip, and tokens that they are judged on
 SKIPPED = (1, 2, 3, 4, 6, 8, 12)
@@ -74,7 +73,7 @@ def _tune(args: argparse.Namespace) -> int:
     check_values(args, specs, [args.batch], [args.context])
 
     from jaxspec.benchmarking.runs import measure_interleaved
-    from jaxspec.benchmarking.search import PLAIN, Measured, Search
+    from jaxspec.benchmarking.search import DRAFTS, PLAIN, Measured, Search
     from jaxspec.calibration.layer_shares import overlaps, shares_of
     from jaxspec.method_specs import TUNED, build_method, describe
 
@@ -92,32 +91,33 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"  {describe(spec):60} {rate:9.1f} tokens/s", flush=True)
         return Measured(spec, rate, timed.metrics.tokens_per_round.token_weighted)
 
+    config = runs.models.target.config
+
     def layer_shares(spec: dict[str, Any]) -> tuple[float, ...]:
-        method, prompts = build_method(spec), np.asarray(runs.request.prompt)
+        method = build_method(spec)
         rounds = min(ROUNDS, args.context // (2 * (method.num_draft + 1)) - 1)
-        # row by row: the cache of the measured runs fills the device's memory already
-        found = [overlap for row in prompts[:ROWS] for overlap in overlaps(runs.models, [row], method, rounds)]
+        prompts = np.asarray(runs.request.prompt)[:ROWS, : args.context]
+        # row by row, so that the cache is a small one beside that of the measured runs
+        found = [overlap for row in prompts for overlap in overlaps(runs.models, [row], method, rounds)]
         return shares_of(np.mean(found, axis=0))
 
     def plans(spec: dict[str, Any]) -> list[dict[str, Any]]:
         # more tokens than plans are judged on while decoding, where they cost time
-        found = runs.plan(replace(build_method(spec), reference_tokens=REFERENCE_TOKENS))
+        found = runs.plan(build_method(spec), REFERENCE_TOKENS)
         # of masks that skip as many sublayers, the likeliest to be accepted
         cells = sorted(found.frontier, key=lambda cell: cell.alpha)
-        by_skipped = {sum((*cell.plan.attn, *cell.plan.mlp)): cell.plan for cell in cells}
-        whole = max(by_skipped)
-        return [
-            {"attn": list(by_skipped[whole - n].attn), "mlp": list(by_skipped[whole - n].mlp)}
-            for n in SKIPPED
-            if whole - n in by_skipped
-        ]
+        by_skipped = {2 * config.num_layers - sum((*cell.plan.attn, *cell.plan.mlp)): cell.plan for cell in cells}
+        masks = [by_skipped[n] for n in SKIPPED if n in by_skipped]
+        return [{"attn": list(mask.attn), "mlp": list(mask.mlp)} for mask in masks]
 
+    # prompts that are calibrated on need room for a round's drafts
+    fits = SHORTEST <= args.context <= config.capacity_limit - max(DRAFTS) - 1
     search = Search(
         measure,
         partial(print, flush=True),
         args.context + args.new_tokens,
-        runs.models.target.config.group_size,
-        layer_shares if args.context >= SHORTEST else None,
+        config.group_size,
+        layer_shares if fits else None,
         plans,
     )
     finalists = [search.best_of([PLAIN])]

@@ -41,6 +41,8 @@ class Vegas(Method):
         super().__post_init__()
         if isinstance(self.layer_shares, str) and self.layer_shares:
             object.__setattr__(self, "layer_shares", read_layer_shares(self.layer_shares))
+        if self.layer_shares == ():
+            object.__setattr__(self, "layer_shares", "")
         if self.layer_shares:
             _check_layer_shares(self.layer_shares)
 
@@ -97,14 +99,14 @@ class Vegas(Method):
         length, valid = models.visible(length), models.visible(valid)
         shares = self.layer_shares or (1.0,)
         k = layer_budgets(self.rho, self.min_keep, shares, length, valid)
+        k = jnp.broadcast_to(k, scores.shape[:2])
         width = layer_width(self.rho, self.min_keep, shares, scores.shape[-1])
-        # newer than `valid` are the accepted drafts of the scored round and those in flight
         # rounded as everything else of a 16-bit model is, which halves the passes of the selection
         if models.params["embedding"].dtype.itemsize == 2:
             scores = scores.astype(jnp.bfloat16)
         rows = top_rows(scores, valid, k, width, models.target.backend)
-        count = jnp.broadcast_to(k, rows.shape[:2])
-        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=count)
+        # newer than `valid` are the accepted drafts of the scored round and those in flight
+        return KVSelection(rows=rows, valid=valid, window=max(2 * self.num_draft, 1), count=k)
 
 
 def read_layer_shares(path: str) -> tuple[float, ...]:
@@ -123,7 +125,7 @@ def read_layer_shares(path: str) -> tuple[float, ...]:
 
 def _check_layer_shares(shares: object) -> None:
     def fits(share: object) -> bool:
-        return isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 16
+        return isinstance(share, int | float) and not isinstance(share, bool) and 0.001 <= share <= 16
 
     if not isinstance(shares, tuple) or not all(map(fits, shares)):
-        raise ValueError(f"Vegas layer_shares must be a tuple of numbers above 0 and at most 16, got {shares!r}")
+        raise ValueError(f"Vegas layer_shares must be a tuple of numbers in 0.001..16, got {shares!r}")

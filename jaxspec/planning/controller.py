@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.planning.choice import acceptance_by_row, time_to_end
 from jaxspec.planning.latency import LatencyProfile, expected_tokens
-from jaxspec.planning.plan import Candidate, Plan, PlannerOptions, fitted, plan, round_prices, search_plan
+from jaxspec.planning.plan import Candidate, Plan, Planned, PlannerOptions, fitted, plan, round_prices, search_plan
 from jaxspec.replanning import Run
 from jaxspec.types import DecodeState, Finish, LayerMask
 
@@ -82,6 +82,12 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
     memory.pause = 2 * memory.pause if memory.plan is before else max(method.replan_every // 4, 1)
     run.replan_at = run.rounds + memory.pause
     return _with(method, run, memory.plan)
+
+
+def planned(method: "KnapSpec", run: Run) -> Planned:
+    """What a search finds in the present state of a run."""
+    memory = _begin(method, run)
+    return plan(*_arguments(run), memory.profile, memory.options, selection=_selection(method, run))
 
 
 def _begin(method: "KnapSpec", run: Run) -> _Memory:
@@ -207,7 +213,7 @@ def _is_due(method: "KnapSpec", run: Run, memory: _Memory) -> bool:
     grown = _context(run.state) >= method.growth * length
     due = grown or run.rounds - rounds >= memory.period
     if method.execution == "static" and method.compile_in == "foreground":
-        # else no new plan could save what compiling it takes
+        # a search is for new plans, none of which could otherwise save what compiling it takes
         due = due and memory.seconds_left > run.seconds_to_compile()
     return due and run.replan_seconds + memory.search_seconds <= method.planner_share * run.decode_seconds
 

@@ -84,9 +84,9 @@ def measure(
         ValueError: no contexts, or they exceed the model's positions.
     """
     started = time.perf_counter()
-    if getattr(selection, "layer_shares", ()):
-        # their mean is 1, and only some layers are timed
-        selection = dataclasses.replace(selection, layer_shares=())
+    if selection is not None:
+        selection.check_model(models.target)
+    selection = _as_timed(selection)
     contexts, rows = tuple(sorted(set(contexts))), min(max_draft + 1, rows_of_a_tile(models) or math.inf)
     limit = models.target.config.capacity_limit - rows
     if not contexts or contexts[0] < 1 or contexts[-1] > limit:
@@ -185,7 +185,7 @@ def measured_profile(
     model, batch and selection once, and again for lengths outside of those timed."""
     config, dtype = models.target.config, models.params["embedding"].dtype
     longest = max(min(longest, config.capacity_limit - max_draft - 1), 1)
-    key = (models.target, str(dtype), batch, max_draft, selection)
+    key = (models.target, str(dtype), batch, max_draft, _as_timed(selection))
     for shortest, most, profile in _measured.get(key, ()):
         if shortest <= longest <= most:
             return profile
@@ -194,6 +194,13 @@ def measured_profile(
     profile = measure(models, batch, contexts, **options).profile
     _measured.setdefault(key, []).append((contexts[0], longest, profile))
     return profile
+
+
+def _as_timed(selection: Method | None) -> Method | None:
+    """Without rows by layer: the mean of their shares is 1, and only some layers are timed."""
+    if getattr(selection, "layer_shares", ""):
+        return dataclasses.replace(selection, layer_shares="")
+    return selection
 
 
 def layers_to_time(config: ModelConfig, itemsize: int) -> int:

@@ -1,6 +1,7 @@
 """`jaxspec calibrate`, and `jaxspec generate` with what it wrote; a tiny pair in place of checkpoints."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import jaxspec
 from jaxspec.calibration import scan
 from jaxspec.calibration.heads import Answers
-from jaxspec.calibration.records import model_hash
+from jaxspec.calibration.records import ROWS, model_hash, write_record
 from jaxspec.checkpoint import Loaded
 from jaxspec.cli import main
 from jaxspec.cli import methods as cli_methods
@@ -130,14 +131,33 @@ def test_rows_and_generating_with_them(capsys, tmp_path, text):
     assert drafted["options"]["layer_shares"] == record["shares"]
 
 
-@pytest.mark.parametrize("method", ["streaming", "vegas:layer_shares=rows.json", "vegas:rho=2"])
-def test_rows_of_another_method(capsys, tmp_path, text, method):
-    out = tmp_path / "rows.json"
-    flags = ["--text", text, "--out", out, "--method", method]
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("streaming", "--method must be vegas without layer_shares, got 'streaming'"),
+        ("vegas:layer_shares=before.json", "--method must be vegas without layer_shares"),
+        ("vegas:rho=2", "Vegas rho must lie above 0 and be at most 1, got 2.0"),
+        ("vega", "no method 'vega'"),
+    ],
+)
+def test_rows_of_another_method(capsys, tmp_path, text, method, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_record(Path("before.json"), ROWS, {"shares": [1.0, 1.0]})
+    flags = ["--text", text, "--out", "rows.json", "--method", method]
     code, _, said = run(capsys, "calibrate", "rows", "--model", "target", *flags)
-    assert code != 0
-    assert "jaxspec" in said
-    assert not out.exists()
+    assert code == 2
+    assert message in said
+    assert not Path("rows.json").exists()
+
+
+def test_outputs_replace_no_rows(capsys, tmp_path, text):
+    rows = tmp_path / "before.json"
+    write_record(rows, ROWS, {"shares": [1.0, 1.0]})
+    flags = ["generate", "--model", "target", "--prompt-file", text, "--trace", rows, "--method"]
+    for method in (["vegas", "--layer-shares", rows], ["knapspec", "--selection", f"vegas:layer_shares={rows}"]):
+        code, _, said = run(capsys, *flags, *method)
+        assert code == 2
+        assert f"--trace {rows} would replace a file that this command reads" in said
 
 
 def test_a_model_that_drafts_for_itself(capsys, tmp_path, text):

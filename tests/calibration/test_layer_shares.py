@@ -26,7 +26,7 @@ def text():
     return np.random.default_rng(1).integers(0, 31, 90).tolist()
 
 
-@pytest.mark.parametrize("costs", [(1, 1, 1), (0.1, 0.4, 0.9), (0, 0, 1), (0, 0.01, 4), (0.2, 0.2, 5)])
+@pytest.mark.parametrize("costs", [(1, 1, 1), (0.1, 0.4, 0.9), (0.2, 0.2, 5), (0, 0.01, 4)])
 def test_shares_cost_least(costs):
     """Beside all shares on a grid: a layer with share s costs a / s."""
     shares = shares_of(np.array([*(1 - np.array(costs)), 1.0]))
@@ -39,8 +39,21 @@ def test_shares_cost_least(costs):
     assert cost(shares) <= min(map(cost, others)) * 1.001
 
 
-def test_layers_that_cost_nothing_read_the_same():
-    assert shares_of(np.array([1.0, 1.1, 1.0])) == (1.0, 1.0)
+@pytest.mark.parametrize(
+    ("overlap", "shares"),
+    [
+        ([1.0, 1.1, 1.0], (1.0, 1.0)),
+        # what the first layer may not have goes to the others
+        ([0.5, 1, 1, 1, 1, 1, 1], (MOST, 0.6, 0.6, 0.6, 0.6, 0.6)),
+    ],
+)
+def test_layers_that_lose_nothing(overlap, shares):
+    assert shares_of(np.array(overlap)) == shares
+
+
+def test_overlaps_that_are_no_numbers():
+    with pytest.raises(ValueError, match="overlaps must be finite"):
+        shares_of(np.array([np.nan, 1.0]))
 
 
 def test_all_rows_predict_as_the_full_model_does(models, text):
@@ -66,19 +79,24 @@ def test_a_layer_that_reads_few_rows(models, text):
         ({"context": 253}, "context must lie in"),
         ({"context": 91}, "texts need 91 tokens each, the shortest has 90"),
         ({"rounds": 0}, "rounds and num_draft must be at least 1, got 0 and 3"),
+        ({"method": Vegas(layer_shares=(1.0,) * LAYERS)}, "method must be without layer_shares"),
     ],
 )
 def test_impossible_settings_write_nothing(models, text, tmp_path, options, wrong):
-    options = {"context": 60, "rounds": 2} | options
+    options = {"context": 60, "rounds": 2, "method": Vegas(num_draft=3)} | options
     with pytest.raises(ValueError, match=wrong):
-        calibrate_rows("tiny", models, [text], Vegas(num_draft=3), tmp_path / "rows.json", **options)
+        calibrate_rows("tiny", models, [text], path=tmp_path / "rows.json", **options)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shares", [(1.0, 0.0), (1.0, "2"), [1.0, 1.0], (float("nan"), 1.0), (17.0, 1.0)])
+@pytest.mark.parametrize("shares", [(1.0, 0.0004), (1.0, "2"), [1.0, 1.0], (float("nan"), 1.0), (17.0, 1.0)])
 def test_shares_that_are_none(shares):
-    with pytest.raises(ValueError, match="layer_shares must be a tuple of numbers above 0 and at most 16"):
+    with pytest.raises(ValueError, match=r"layer_shares must be a tuple of numbers in 0\.001\.\.16"):
         Vegas(layer_shares=shares)
+
+
+def test_no_shares_are_one_method():
+    assert Vegas(layer_shares=()) == Vegas()
 
 
 def test_shares_of_another_model(models):

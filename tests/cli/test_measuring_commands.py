@@ -286,7 +286,10 @@ def test_specs_round_trip():
     plan = {"attn": [True, False], "mlp": [True, True], "num_draft": 3}
     planned = {"method": "knapspec", "options": {"plan": plan}}
     assert build_method(planned).plan == jaxspec.Plan((True, False), (True, True), 3)
-    assert describe(planned) == "knapspec:plan=[3 drafts, attention 1/2, MLP 2/2]"
+    assert describe(planned) == "knapspec:plan=[3 drafts, attention 1/2, MLP 2/2, 0334]"
+    for last, digest in ((0.5, "9c86"), (0.6, "cf45")):
+        shares = {"method": "vegas", "options": {"layer_shares": [1.0] * 8 + [last]}}
+        assert describe(shares) == f"vegas:layer_shares=[9 numbers, {digest}]"
     with pytest.raises(ValueError, match="plan must have attn, mlp and num_draft"):
         build_method({"method": "knapspec", "options": {"plan": {"attn": [True]}}})
     assert describe(nested) == "knapspec:selection=[vegas:rho=0.05,num_draft=4,score_mode=logit],max_draft=4"

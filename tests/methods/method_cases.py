@@ -34,7 +34,13 @@ OPTIONS = {
     "plain": {},
     "quest": {"num_draft": G, "rho": 0.1, "min_keep": 4, "page_size": 4},
     "streaming": {"num_draft": G, "rho": 0.1, "min_keep": 6},
-    "vegas": {"num_draft": G, "rho": 0.1, "min_keep": 4},
+    # rows by layer: 3 of 4 in the first one
+    "vegas": {
+        "num_draft": G,
+        "rho": 0.1,
+        "min_keep": 4,
+        "layer_shares": lambda n: tuple(0.6 + 0.8 * i / max(n - 1, 1) for i in range(n)),
+    },
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from method_cases import make_case
 
-from jaxspec import Sampling
+from jaxspec import KnapSpec, Plan, Sampling
 from jaxspec.lossless import _gap, check_enumeration, check_greedy, check_sampling
 from jaxspec.methods import Models, Vegas
 from jaxspec.types import KVSelection
@@ -46,7 +46,10 @@ def broken(kind):
 
 
 def test_enumeration():
-    assert check_enumeration(Vegas(), Sampling(1.0), "").passed
+    by_layer = Vegas(layer_shares=(0.4, 1.0, 1.0, 1.6))  # of a model with four layers
+    composed = KnapSpec(selection=by_layer, plan=Plan((True,) * 4, (True,) * 4, 2))
+    for method in (by_layer, composed):
+        assert check_enumeration(method, Sampling(1.0), "").passed
     wrong = check_enumeration(UnfilteredProbs(), Sampling(1.0), "")
     assert not wrong.passed
     assert "total variation" in wrong.detail

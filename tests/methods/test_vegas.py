@@ -84,7 +84,7 @@ def test_drafts_read_the_rows_that_verification_scored_highest(layers, mode, col
 
 
 def test_the_first_round_reads_what_the_last_prompt_token_attends_to():
-    case = make_case("vegas", min_keep=5, rho=0.15)
+    case = make_case("vegas", min_keep=5, rho=0.15, layer_shares="")
     prompt, length = prompts()
     state = next(rounds_of(case, num_rounds=1))[0]
     selection = state.method_state

@@ -53,7 +53,7 @@ class Stage:
 
     def begin(self, new_tokens=1000):
         """Another run in the same process."""
-        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower)
+        self.run = Run(None, None, new_tokens, self.state(0, 100), self.lower, "a stage")
 
     def state(self, emitted, length, accepted=2):
         """After one row's rounds of two drafts each, `accepted` of them accepted."""
