@@ -135,9 +135,18 @@ def _flush_directory(directory: Path) -> None:
 def replace_file(dst: Path, content: str | bytes) -> None:
     """Writes a file, text as UTF-8, that appears complete or not at all; an existing `dst` stays until then.
 
+    A link is followed. What is no file, such as a pipe or /dev/stdout, is written to as it is.
+
     Raises:
         OSError: its folder does not exist or cannot be written; the message names `dst`.
     """
+    dst = dst.resolve()
+    if dst.exists() and not dst.is_file():
+        try:
+            dst.write_bytes(content.encode() if isinstance(content, str) else content)
+        except OSError as error:
+            raise OSError(f"cannot write {dst}: {error.strerror or error}") from error
+        return
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
     try:
         with staging.open("wb") as file:

@@ -78,15 +78,15 @@ def build_method(spec: Mapping[str, Any], draft_model: Decoder | None = None, co
 
 
 def describe(spec: Mapping[str, Any]) -> str:
-    """A spec in the notation that `parse_spec` reads, in brackets what that does not: nested specs, and long values in
-    short."""
+    """A spec in the notation that `parse_spec` reads, but for plans and rows by layer, which stand in short."""
 
     def shown(value: Any) -> str:
         if isinstance(value, Mapping):
             return f"[{describe(value)}]" if "method" in value else f"[{_plan(value)}, {_digest(value)}]"
         if isinstance(value, list | tuple):
             # a number for each layer would fill the line
-            return f"[{len(value)} numbers, {_digest(value)}]" if len(value) > 8 else "+".join(map(str, value))
+            by_layer = any(isinstance(x, float) for x in value)
+            return f"[{len(value)} numbers, {_digest(value)}]" if by_layer else "+".join(map(str, value))
         return str(value)
 
     options = ",".join(f"{key}={shown(value)}" for key, value in spec.get("options", {}).items())

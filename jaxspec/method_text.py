@@ -1,6 +1,7 @@
 """A method with options on one line: `vegas:rho=0.05,num_draft=4`. Which methods there are is the caller's to say."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ def options_of(method: type) -> dict[str, dataclasses.Field]:
 
 
 def parse_text(text: str, find: Callable[[str], type]) -> tuple[str, dict[str, Any]]:
-    """The name and the options in a text.
+    """The name and the options in a text. A value in brackets may hold commas.
 
     Args:
         text: the text.
@@ -23,11 +24,13 @@ def parse_text(text: str, find: Callable[[str], type]) -> tuple[str, dict[str, A
     name, _, rest = text.partition(":")
     known = options_of(find(name))
     options: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
+    for item in filter(None, re.split(r",(?![^\[]*\])", rest)):
         key, equals, value = item.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in known:
             raise ValueError(f"{text!r}: {item!r} is no option=value of {name}; options: {', '.join(sorted(known))}")
+        if value.startswith("[") and value.endswith("]"):
+            value = value[1:-1]
         kind = type(known[key].default)
         try:
             options[key] = [int(part) for part in value.split("+") if value] if kind is tuple else kind(value)

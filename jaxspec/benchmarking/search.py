@@ -70,6 +70,7 @@ class Search:
         self.log(f"vegas: {best.spec['options'].get('score_mode', 'weight')} scores are faster")
         if self.layer_shares is None:
             return best
+        self.log("vegas: measuring what each layer loses by reading few rows")
         at, shares = rhos.index(best.spec["options"]["rho"]), list(self.layer_shares(best.spec))
         by_layer = [{**best.spec["options"], "rho": r, "layer_shares": shares} for r in rhos[max(at - 1, 0) : at + 1]]
         best = self.best_of([best.spec, *({"method": "vegas", "options": options} for options in by_layer)])

@@ -16,6 +16,7 @@ from jaxspec.methods.base import Models
 from jaxspec.methods.vegas import Vegas
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
+from jaxspec.selection import budget
 from jaxspec.types import Array, Draft, KVCache, KVSelection, Verdict
 
 LEAST, MOST = 0.125, 3.0  # shares lie between
@@ -136,13 +137,16 @@ def calibrate_rows(
     least, limit = 2 * (rounds + 1) * (method.num_draft + 1), models.target.config.capacity_limit
     if method.layer_shares:
         raise ValueError("method must be without layer_shares, which are what is measured")
-    if rounds < 1 or method.num_draft < 1:
-        raise ValueError(f"rounds and num_draft must be at least 1, got {rounds} and {method.num_draft}")
+    for name, value in (("rounds", rounds), ("num_draft", method.num_draft)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if not least <= context <= limit - method.num_draft - 1:
         raise ValueError(
             f"context must lie in {least}..{limit - method.num_draft - 1} for {rounds} rounds of {method.num_draft} "
             f"drafts with this model, got {context}"
         )
+    if (rows := int(budget(method.rho, method.min_keep, context, context))) < 1 / LEAST:
+        raise ValueError(f"rho and min_keep must give {1 / LEAST:g} rows or more at {context} tokens, got {rows}")
     if not texts or min(map(len, texts)) < context:
         raise ValueError(f"texts need {context} tokens each, the shortest has {min(map(len, texts), default=0)}")
     starts = [(len(text) - context) // 2 for text in texts]

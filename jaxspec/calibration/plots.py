@@ -44,18 +44,19 @@ def plot_arr(path: Path, record: dict[str, Any]) -> None:
 
 
 def plot_rows(path: Path, record: dict[str, Any]) -> None:
-    """What each layer costs when it reads few rows, and its share of the rows; the suffix chooses the format."""
+    """What is lost when one layer reads few rows, and the share that each is given; the suffix chooses the format."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
+    model, least, equal = Path(record["model"]["name"]).name, record["least_share"], record["overlap_of_equal_rows"]
+    figure.suptitle(f"{model}: one layer at {least:g} of the budget; overlap {equal:.3f} with equal rows")
     layers = range(len(record["shares"]))
-    upper.bar(layers, record["overlap_of_equal_rows"] - np.array(record["overlap"]))
-    upper.set(
-        ylabel="overlap lost",
-        title=f"{Path(record['model']['name']).name}: {record['least_share']:g} of a layer's rows",
-    )
+    upper.bar(layers, equal - np.array(record["overlap"]))
+    upper.set(ylabel="overlap lost")
     lower.bar(layers, record["shares"])
     lower.axhline(1, color="black", linewidth=0.8)
-    lower.set(xlabel="layer", ylabel="share of the rows")
+    lower.set(xlabel="layer", ylabel="multiples of the budget")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     save_figure(figure, path)

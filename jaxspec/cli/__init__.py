@@ -88,7 +88,7 @@ def in_flags(message: str, args: argparse.Namespace) -> str:
     owner, subject = found.groups()
     # options that --tuned or --selection brought are nobody's flags
     method = find_methods().get(getattr(args, "method", None))
-    given = method is not None and args.tuned is None and owner == method.__name__
+    given = method is not None and getattr(args, "tuned", None) is None and owner == method.__name__
     flags = {name: "--" + name.replace("_", "-") for name in vars(args)} | getattr(args, "words", {})
     named = re.findall(r"\w+", subject.replace(" and ", " "))
     if not (owner in (None, "sampling") or given) or not all(name in flags for name in named):

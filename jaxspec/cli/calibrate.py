@@ -14,7 +14,8 @@ CONTEXTS = (2048, 4096, 8192)
 
 def add_command(commands: Any) -> None:
     """Adds the command to the parser's subcommands."""
-    calibrate = commands.add_parser("calibrate", help="find which heads and rows matter, once per model")
+    text = "find which heads matter and how many rows each layer needs, once per model"
+    calibrate = commands.add_parser("calibrate", help=text)
     calibrate.set_defaults(run=calibrate.show_help)
     kinds = calibrate.add_subparsers(metavar="WHAT")
     heads = kinds.add_parser(
@@ -68,7 +69,8 @@ def add_command(commands: Any) -> None:
     rows.add_argument("--model", required=True, help="converted checkpoint, Hugging Face directory, hub id or GGUF")
     rows.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts like those to come")
     rows.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
-    rows.add_argument("--context", type=int, default=8192, metavar="TOKENS", help="of each text; default: 8192")
+    context = "of each text, those of the rounds included (default: 8192, or what model and texts have)"
+    rows.add_argument("--context", type=int, metavar="TOKENS", help=context)
     rows.add_argument("--rounds", type=int, default=32, help="rounds in each text (default: 32)")
     form = "vegas with the options to be used, as in vegas:score_mode=logit,rho=0.05 (default: vegas)"
     rows.add_argument("--method", default="vegas", metavar="SPEC", help=form)
@@ -169,6 +171,8 @@ def _rows(args: argparse.Namespace) -> int:
         raise ValueError(f"--method must be vegas without layer_shares, got {args.method!r}")
     loaded = _load(args, args.model)
     texts = read_texts(args.text, _encoder(loaded))
+    most = loaded.config.capacity_limit - method.num_draft - 1
+    context = min(8192, most, *map(len, texts)) if args.context is None else args.context
     with ExitStack() as stack:
         bar = partial(tqdm, desc=f"rows for {Path(args.model).name}", unit="round", file=sys.stderr)
         record = calibrate_rows(
@@ -177,14 +181,15 @@ def _rows(args: argparse.Namespace) -> int:
             texts,
             method,
             args.out,
-            context=args.context,
+            context=context,
             rounds=args.rounds,
             progress=lambda rounds: stack.enter_context(bar(rounds, total=args.rounds * len(texts))),
         )
     if args.plot is not None:
         plot_rows(args.plot, record)
-    shares = record["shares"]
-    print(f"{args.out}: layers read from {min(shares):.2f} to {max(shares):.2f} times rho of the rows")
+    shares, equal, least = record["shares"], record["overlap_of_equal_rows"], min(record["overlap"])
+    print(f"{args.out}: layers read from {min(shares):.2f} to {max(shares):.2f} times the budget; overlap {equal:.3f} "
+          f"with equal rows, down to {least:.3f} where one layer reads {record['least_share']:g} of them")  # fmt: skip
     return 0
 
 

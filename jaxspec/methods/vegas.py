@@ -12,6 +12,8 @@ from jaxspec.sampling import Sampling
 from jaxspec.selection import layer_budgets, layer_width, top_rows
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, KVSelection, Verdict
 
+SHARES = "0.001..16"  # of the budget, in one layer
+
 
 @dataclass(frozen=True)
 class Vegas(Method):
@@ -39,12 +41,13 @@ class Vegas(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.layer_shares, str) and self.layer_shares:
-            object.__setattr__(self, "layer_shares", read_layer_shares(self.layer_shares))
-        if self.layer_shares == ():
+        shares = self.layer_shares
+        if isinstance(shares, str):
+            object.__setattr__(self, "layer_shares", read_layer_shares(shares) if shares else "")
+        elif not isinstance(shares, tuple) or not all(map(_is_share, shares)):
+            raise ValueError(f"Vegas layer_shares must be a tuple of numbers in {SHARES}, got {shares!r}")
+        elif not shares:
             object.__setattr__(self, "layer_shares", "")
-        if self.layer_shares:
-            _check_layer_shares(self.layer_shares)
 
     def check_model(self, target: Decoder) -> None:
         if self.layer_shares and len(self.layer_shares) != target.config.num_layers:
@@ -120,12 +123,11 @@ def read_layer_shares(path: str) -> tuple[float, ...]:
     shares = read_record(Path(path), ROWS).get("shares")
     if not isinstance(shares, list) or not shares:
         raise ValueError(f"{path}: shares must be a list of numbers, got {shares!r}")
+    for layer, share in enumerate(shares):
+        if not _is_share(share):
+            raise ValueError(f"{path}: shares must be numbers in {SHARES}, got {share!r} for layer {layer}")
     return tuple(shares)
 
 
-def _check_layer_shares(shares: object) -> None:
-    def fits(share: object) -> bool:
-        return isinstance(share, int | float) and not isinstance(share, bool) and 0.001 <= share <= 16
-
-    if not isinstance(shares, tuple) or not all(map(fits, shares)):
-        raise ValueError(f"Vegas layer_shares must be a tuple of numbers in 0.001..16, got {shares!r}")
+def _is_share(share: object) -> bool:
+    return isinstance(share, int | float) and not isinstance(share, bool) and 0.001 <= share <= 16

@@ -113,11 +113,11 @@ def test_a_pair_and_generating_with_it(capsys, tmp_path, text):
 def test_rows_and_generating_with_them(capsys, tmp_path, text):
     pytest.importorskip("matplotlib")
     out, plot = tmp_path / "rows.json", tmp_path / "rows.png"
-    method = "vegas:min_keep=4,num_draft=2,score_mode=logit"
+    method = "vegas:min_keep=8,num_draft=2,score_mode=logit"
     flags = ["--context", 60, "--rounds", 3, "--method", method, "--plot", plot]
     code, said, progress = run(capsys, "calibrate", "rows", "--model", "target", "--text", text, "--out", out, *flags)
     assert code == 0
-    assert "times rho of the rows" in said
+    assert "times the budget; overlap" in said
     assert "3/3" in progress
     record = json.loads(out.read_text())
     assert set(record) == documented("calibrate rows")
@@ -138,12 +138,14 @@ def test_rows_and_generating_with_them(capsys, tmp_path, text):
         ("vegas:layer_shares=before.json", "--method must be vegas without layer_shares"),
         ("vegas:rho=2", "Vegas rho must lie above 0 and be at most 1, got 2.0"),
         ("vega", "no method 'vega'"),
+        ("vegas --rounds 0", "--rounds must be at least 1, got 0"),
+        ("vegas --context 100000", "--context must lie in"),
     ],
 )
-def test_rows_of_another_method(capsys, tmp_path, text, method, message, monkeypatch):
+def test_rows_that_cannot_be_measured(capsys, tmp_path, text, method, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_record(Path("before.json"), ROWS, {"shares": [1.0, 1.0]})
-    flags = ["--text", text, "--out", "rows.json", "--method", method]
+    flags = ["--text", text, "--out", "rows.json", "--method", *method.split()]
     code, _, said = run(capsys, "calibrate", "rows", "--model", "target", *flags)
     assert code == 2
     assert message in said

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec import Vegas
 from jaxspec.calibration.layer_shares import LEAST, MOST, calibrate_rows, overlaps, shares_of
+from jaxspec.calibration.records import ROWS, write_record
 from jaxspec.methods import Models
 from jaxspec.models import Decoder, ModelConfig, RopeConfig, init_params
 
@@ -78,7 +79,8 @@ def test_a_layer_that_reads_few_rows(models, text):
         ({"context": 60, "rounds": 12}, "context must lie in 104..252 for 12 rounds of 3 drafts"),
         ({"context": 253}, "context must lie in"),
         ({"context": 91}, "texts need 91 tokens each, the shortest has 90"),
-        ({"rounds": 0}, "rounds and num_draft must be at least 1, got 0 and 3"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"method": Vegas(rho=0.01, min_keep=1, num_draft=3)}, "must give 8 rows or more at 60 tokens, got 1"),
         ({"method": Vegas(layer_shares=(1.0,) * LAYERS)}, "method must be without layer_shares"),
     ],
 )
@@ -89,10 +91,22 @@ def test_impossible_settings_write_nothing(models, text, tmp_path, options, wron
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shares", [(1.0, 0.0004), (1.0, "2"), [1.0, 1.0], (float("nan"), 1.0), (17.0, 1.0)])
+@pytest.mark.parametrize(
+    "shares", [(1.0, 0.0004), (1.0, "2"), [1.0, 1.0], np.ones(2), (float("nan"), 1.0), (17.0, 1.0), None]
+)
 def test_shares_that_are_none(shares):
     with pytest.raises(ValueError, match=r"layer_shares must be a tuple of numbers in 0\.001\.\.16"):
         Vegas(layer_shares=shares)
+
+
+@pytest.mark.parametrize(
+    ("shares", "wrong"),
+    [([], "shares must be a list of numbers, got \\[\\]"), ([1.0, -1.0], "numbers in 0.001..16, got -1.0 for layer 1")],
+)
+def test_a_damaged_file_is_named(tmp_path, shares, wrong):
+    write_record(tmp_path / "rows.json", ROWS, {"shares": shares})
+    with pytest.raises(ValueError, match=f"rows.json: .*{wrong}"):
+        Vegas(layer_shares=str(tmp_path / "rows.json"))
 
 
 def test_no_shares_are_one_method():

@@ -287,6 +287,8 @@ def test_specs_round_trip():
     planned = {"method": "knapspec", "options": {"plan": plan}}
     assert build_method(planned).plan == jaxspec.Plan((True, False), (True, True), 3)
     assert describe(planned) == "knapspec:plan=[3 drafts, attention 1/2, MLP 2/2, 0334]"
+    assert parse_spec(describe(nested))["options"]["selection"] == describe(spec)
+    assert build_method(parse_spec(describe(nested))) == build_method(nested)
     for last, digest in ((0.5, "9c86"), (0.6, "cf45")):
         shares = {"method": "vegas", "options": {"layer_shares": [1.0] * 8 + [last]}}
         assert describe(shares) == f"vegas:layer_shares=[9 numbers, {digest}]"

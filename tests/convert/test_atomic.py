@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convert import ConversionError, convert
-from convert.atomic import is_staging, locked, staged
+from convert.atomic import is_staging, locked, replace_file, staged
 from jaxspec.checkpoint import is_checkpoint, load
 
 ROOT = Path(__file__).parents[2]
@@ -228,3 +228,21 @@ def test_config_that_no_longer_matches(tiny, tmp_path):
     rewrite(record)
     with pytest.raises(ConversionError, match="read the model's config differently"):
         load(tmp_path / "out")
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    replace_file(tmp_path / "link.json", "new")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "new"
+
+
+def test_a_pipe_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(pipe, "new")
+    assert os.read(reader, 10) == b"new"
+    assert pipe.is_fifo()
+    os.close(reader)
