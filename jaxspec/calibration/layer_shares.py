@@ -137,9 +137,9 @@ def calibrate_rows(
     least, limit = 2 * (rounds + 1) * (method.num_draft + 1), models.target.config.capacity_limit
     if method.layer_shares:
         raise ValueError("method must be without layer_shares, which are what is measured")
-    for name, value in (("rounds", rounds), ("num_draft", method.num_draft)):
+    for what, value in (("rounds", rounds), ("num_draft", method.num_draft)):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise ValueError(f"{what} must be at least 1, got {value}")
     if not least <= context <= limit - method.num_draft - 1:
         raise ValueError(
             f"context must lie in {least}..{limit - method.num_draft - 1} for {rounds} rounds of {method.num_draft} "

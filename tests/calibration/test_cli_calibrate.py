@@ -121,6 +121,7 @@ def test_rows_and_generating_with_them(capsys, tmp_path, text):
     assert "3/3" in progress
     record = json.loads(out.read_text())
     assert set(record) == documented("calibrate rows")
+    assert (record["kind"], record["model"]["name"], record["settings"]["context"]) == ("layer-rows", "target", 60)
     assert np.mean(record["shares"]) == pytest.approx(1, abs=1e-3)
     assert plot.stat().st_size > 5000
 
