@@ -33,7 +33,7 @@ def add_method_flags(parser: argparse.ArgumentParser) -> None:
             type=kind,
             nargs="+" if several else None,
             choices=field.metadata["choices"],
-            metavar=None if field.metadata["choices"] else kind.__name__.upper(),
+            metavar=None if field.metadata["choices"] else field.metadata["metavar"] or kind.__name__.upper(),
             help=f"{field.metadata['help']} ({_defaults(users)})",
         )
 

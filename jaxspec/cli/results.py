@@ -104,7 +104,7 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
             f"{result['tokens_per_second']:.1f}",
             f"{result['speedup']:.2f}",
             "-" if result["speedup_all_running"] is None else f"{result['speedup_all_running']:.2f}",
-            f"{result['spread']:.1%}",
+            f"{result['spread']:.1%}" if result["runs"] > 1 else "-",
             f"{result['tokens_per_round']:.2f}",
             f"{result['milliseconds_per_round']:.2f}",
             "-" if result["program_bytes"] is None else f"{result['program_bytes'] / 2**30:.2f}",

@@ -35,6 +35,7 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """A field of a method, checked by `Method.__post_init__` and offered as a flag by the command line.
 
@@ -44,8 +45,10 @@ def option(
         low: the smallest value of an integer, also in a tuple. A number that is no integer must lie above it.
         high: the largest value.
         choices: what a string may be.
+        metavar: what the command line's help calls its value; by default the type's name.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def num_draft_option(default: int) -> Any:

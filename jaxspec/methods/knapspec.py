@@ -79,9 +79,11 @@ class KnapSpec(Method):
     planner_share: float = option(0.02, low=0, high=1, help="most of the decoding time that planning may take")
     execution: str = option("static", choices=("static", "traced"), help="a program per plan, or one for all")
     compile_in: str = option("foreground", choices=("foreground", "background"), help="where new plans are compiled")
-    profile: LatencyProfile | str = option("", help="JSON file of `jaxspec profile`; without it, measured at first use")
+    profile: LatencyProfile | str = option(
+        "", help="JSON file of `jaxspec profile`; without it, measured at first use", metavar="FILE"
+    )
     selection: Method | str = option(
-        "", help="rows that drafts read: vegas, streaming or quest; all of them without it"
+        "", help="rows that drafts read: vegas, streaming or quest; all of them without it", metavar="METHOD"
     )
     plan: Plan | None = None
     draft_sampling: Sampling | None = draft_sampling_option()

@@ -36,7 +36,9 @@ class Vegas(Method):
     num_draft: int = num_draft_option(6)
     score_mode: str = option("weight", choices=("weight", "logit"), help="how cache rows are ranked")
     collect: str = option("two", choices=("two", "all", "last"), help="verification rows scored")
-    layer_shares: tuple[float, ...] | str = option("", help="JSON file of `jaxspec calibrate rows`: rows by layer")
+    layer_shares: tuple[float, ...] | str = option(
+        "", help="JSON file of `jaxspec calibrate rows`: rows by layer", metavar="FILE"
+    )
     draft_sampling: Sampling | None = draft_sampling_option()
 
     def __post_init__(self) -> None:
