@@ -140,17 +140,14 @@ def replace_file(dst: Path, content: str | bytes) -> None:
     Raises:
         OSError: its folder does not exist or cannot be written; the message names `dst`.
     """
-    dst = dst.resolve()
-    if dst.exists() and not dst.is_file():
-        try:
-            dst.write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            raise OSError(f"cannot write {dst}: {error.strerror or error}") from error
-        return
+    dst, data = dst.resolve(), content.encode() if isinstance(content, str) else content
     staging = dst.parent / f".{dst.name}{_STAGING}{secrets.token_hex(6)}"
     try:
+        if dst.exists() and not dst.is_file():
+            dst.write_bytes(data)
+            return
         with staging.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(dst)

@@ -47,19 +47,23 @@ def check_enumeration(method: Method, sampling: Sampling, name: str) -> Check:
     changes: dict[str, Any] = {name: min(options[name], limit) for name, limit in limits.items() if name in options}
     if "plan" in options:
         changes["plan"] = None
-    if shares := options.get("layer_shares"):
-        changes["layer_shares"] = (min(shares), max(shares))
-    if shares := getattr(options.get("selection"), "layer_shares", ""):
-        changes["selection"] = dataclasses.replace(options["selection"], layer_shares=(min(shares), max(shares)))
+    if "selection" in options:
+        changes["selection"] = _with_two_shares(options["selection"])
     if method.needs_draft_params:
         changes["model"], draft_params = _tiny_model(layers=1, seed=1)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, 3, 24)]
-    tiny = dataclasses.replace(method, **changes).fixed(target.config.num_layers)
+    tiny = dataclasses.replace(_with_two_shares(method), **changes).fixed(target.config.num_layers)
     mine, accepted = speculative_distribution(Models(target, params, draft_params), tiny, prompt, 1, sampling, 2)
     expected = plain_distribution(Models(target, params), prompt, 1, sampling, mine.ndim)
     distance = 0.5 * float(np.sum(np.abs(mine - expected)))
     detail = f"total variation {distance:.1e} (limit {MAX_DISTANCE:.0e}), {accepted:.2f} drafts accepted per round"
     return Check(name, distance <= MAX_DISTANCE, detail)
+
+
+def _with_two_shares(method: Any) -> Any:
+    """Rows by layer, where the method has some, for a model of two layers: the least and the most."""
+    shares = getattr(method, "layer_shares", "")
+    return dataclasses.replace(method, layer_shares=(min(shares), max(shares))) if shares else method
 
 
 def check_sampling(

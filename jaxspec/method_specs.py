@@ -12,6 +12,7 @@ from jaxspec.dustin.config import options_from_config
 from jaxspec.dustin.verification import SparseVerification
 from jaxspec.method_text import options_of, parse_text
 from jaxspec.methods import KnapSpec, Method, find_methods
+from jaxspec.methods.knapspec import selection_named
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.rope import RopeConfig
@@ -129,13 +130,17 @@ def read_tuned(path: str | Path) -> dict[str, Any]:
 
 
 def files_of(options: Mapping[str, Any]) -> list[str]:
-    """The files that options name: latency profiles and rows by layer, also those of a selection."""
+    """The files that options name: latency profiles and rows by layer, also those of a selection.
+
+    Raises:
+        ValueError: a selection that `read_selection` refuses.
+    """
     found = [options.get(name) for name in ("profile", "layer_shares")]
     selection = options.get("selection")
     if isinstance(selection, Mapping):
         found += files_of(selection.get("options", {}))
-    elif isinstance(selection, str):
-        found.append(selection.partition("layer_shares=")[2].partition(",")[0])
+    elif isinstance(selection, str) and selection:
+        found += files_of(parse_text(selection, selection_named)[1])
     return [name for name in found if isinstance(name, str) and name]
 
 

@@ -14,26 +14,19 @@ def budget(rho: float, min_keep: int, length: Array, limit: Array) -> Array:
 
     rho counts as the nearest fraction with a denominator up to 10,000, so that 0.07 of 100 rows are 7 and not 8.
     """
-    return jnp.minimum(jnp.maximum(_share(rho, length), min_keep), limit)
-
-
-def buffer_width(rho: float, min_keep: int, capacity: int) -> int:
-    """The largest budget of any length up to `capacity`: the static width of an index buffer."""
-    return min(max(_share(rho, capacity), min_keep), capacity)
+    return layer_budgets(rho, min_keep, (1.0,), length, limit)[0]
 
 
 def layer_budgets(rho: float, min_keep: int, shares: tuple[float, ...], length: Array, limit: Array) -> Array:
-    """int32 [L, B] rows to keep in each layer: its share of what `budget` keeps, in thousandths, rounded up; at most
-    `limit`."""
-    wanted = jnp.maximum(_share(rho, length), min_keep)
+    """int32 [L, B] rows to keep in each layer: its share, in thousandths, of max(min_keep, ceil(rho * length)), rounded
+    up; at most `limit`. See `budget`."""
     thousandths = jnp.array([round(1000 * share) for share in shares], jnp.int32)[:, None]
-    return jnp.minimum(_of_thousand(thousandths, wanted), limit)
+    return jnp.minimum(_of_thousand(thousandths, jnp.maximum(_share(rho, length), min_keep)), limit)
 
 
-def layer_width(rho: float, min_keep: int, shares: tuple[float, ...], capacity: int) -> int:
-    """The largest of `layer_budgets` of any length up to `capacity`."""
-    wanted = max(_share(rho, capacity), min_keep)
-    return min(_of_thousand(round(1000 * max(shares)), wanted), capacity)
+def buffer_width(rho: float, min_keep: int, capacity: int, shares: tuple[float, ...] = (1.0,)) -> int:
+    """The largest budget of any layer and any length up to `capacity`: the static width of an index buffer."""
+    return min(_of_thousand(round(1000 * max(shares)), max(_share(rho, capacity), min_keep)), capacity)
 
 
 def _of_thousand(numerator: Any, rows: Any) -> Any:

@@ -16,14 +16,14 @@ from jaxspec.methods.base import Models
 from jaxspec.methods.vegas import Vegas
 from jaxspec.requests import check_request
 from jaxspec.sampling import Sampling
-from jaxspec.selection import budget
+from jaxspec.selection import buffer_width
 from jaxspec.types import Array, Draft, KVCache, KVSelection, Verdict
 
 LEAST, MOST = 0.125, 3.0  # shares lie between
 
 
 def overlaps(models: Models, texts: Sequence[Sequence[int]], method: Vegas, rounds: int) -> Iterator[np.ndarray]:
-    """How well drafts predict a text when one layer reads few rows, round by round.
+    """How well drafts predict texts when one layer reads few rows, text by text and round by round.
 
     A round's drafts take the text's own tokens, so that all of them are compared in one forward over the rows that the
     verification before has selected. The overlap of two next-token distributions, sum of min(p, q), is the chance that
@@ -31,17 +31,22 @@ def overlaps(models: Models, texts: Sequence[Sequence[int]], method: Vegas, roun
 
     Args:
         models: the target.
-        texts: token ids, all of one length; the last (`rounds` + 1) * (num_draft + 1) of each are predicted.
+        texts: token ids; the last (`rounds` + 1) * (num_draft + 1) of each are predicted.
         method: the drafts, without `layer_shares`.
-        rounds: how many rounds, after a first one that selects rows.
+        rounds: how many rounds in each text, after a first one that selects rows.
 
     Yields:
         float [L + 1]: the mean overlap with the full model when layer l reads `LEAST` of its rows, and when none does.
     """
-    tokens, step = np.array(texts, np.int32), method.num_draft + 1
-    batch, length = tokens.shape
+    # one after another: a cache for each would not fit where contexts are long
+    for text in texts:
+        yield from _overlaps_of(models, np.array([text], np.int32), method, rounds)
+
+
+def _overlaps_of(models: Models, tokens: np.ndarray, method: Vegas, rounds: int) -> Iterator[np.ndarray]:
+    step, length = method.num_draft + 1, tokens.shape[1]
     predicted = (rounds + 1) * step
-    prompt, lengths = tokens[:, : length - predicted], np.full(batch, length - predicted, np.int32)
+    prompt, lengths = tokens[:, : length - predicted], np.array([length - predicted], np.int32)
     request = check_request(
         models.target, prompt, lengths, jax.random.key(0), method, Sampling(), predicted + step, (), 0, None
     )
@@ -145,15 +150,13 @@ def calibrate_rows(
             f"context must lie in {least}..{limit - method.num_draft - 1} for {rounds} rounds of {method.num_draft} "
             f"drafts with this model, got {context}"
         )
-    if (rows := int(budget(method.rho, method.min_keep, context, context))) < 1 / LEAST:
+    if (rows := buffer_width(method.rho, method.min_keep, context)) < 1 / LEAST:
         raise ValueError(f"rho and min_keep must give {1 / LEAST:g} rows or more at {context} tokens, got {rows}")
     if not texts or min(map(len, texts)) < context:
         raise ValueError(f"texts need {context} tokens each, the shortest has {min(map(len, texts), default=0)}")
     starts = [(len(text) - context) // 2 for text in texts]
     pieces = [text[start : start + context] for text, start in zip(texts, starts, strict=True)]
-    # one after another: a cache for each would not fit where contexts are long
-    each = (found for piece in pieces for found in overlaps(models, [piece], method, rounds))
-    mean = np.mean(list(progress(each)), axis=0)
+    mean = np.mean(list(progress(overlaps(models, pieces, method, rounds))), axis=0)
     record = {
         "model": describe(name, models.target, models.params),
         "settings": {

@@ -61,11 +61,12 @@ def _bench(args: argparse.Namespace) -> int:
 
     tuned = {text: read_tuned(text) for text in args.methods if text.endswith(".json") and "=" not in text}
     for name in ("draft", "config"):
-        wanted = {*filter(None, (getattr(args, name), *(record.get(name) for record in tuned.values())))}
-        if len(set(map(str, wanted))) > 1:
-            raise ValueError(f"--{name} must be one for all methods, got {', '.join(sorted(map(str, wanted)))}")
+        given = [getattr(args, name), *(record.get(name) for record in tuned.values())]
+        wanted = sorted({str(path) for path in given if path is not None})
+        if len(wanted) > 1:
+            raise ValueError(f"--{name} must be one for all methods, got {', '.join(wanted)}")
         if wanted:
-            setattr(args, name, Path(wanted.pop()) if name == "config" else wanted.pop())
+            setattr(args, name, Path(wanted[0]) if name == "config" else wanted[0])
     specs = [tuned[text]["chosen"] if text in tuned else parse_spec(text) for text in args.methods]
     named = [name for spec in specs for name in files_of(spec["options"])]
     check_outputs({"--json": args.json, "--plot": args.plot}, (*files_read(args), *named, *tuned))

@@ -162,29 +162,28 @@ def _rows(args: argparse.Namespace) -> int:
     from jaxspec.calibration.plots import plot_rows
     from jaxspec.cli.report import check_outputs
     from jaxspec.method_specs import build_method, parse_spec
-    from jaxspec.methods import Models, Vegas
+    from jaxspec.methods import Models
 
     check_outputs({"--out": args.out, "--plot": args.plot}, (args.model, *args.text))
     spec = parse_spec(args.method)
     method = build_method(spec) if spec["method"] == "vegas" else None
-    if not isinstance(method, Vegas) or method.layer_shares:
+    if method is None or method.layer_shares:
         raise ValueError(f"--method must be vegas without layer_shares, got {args.method!r}")
     loaded = _load(args, args.model)
     texts = read_texts(args.text, _encoder(loaded))
     most = loaded.config.capacity_limit - method.num_draft - 1
     context = min(8192, most, *map(len, texts)) if args.context is None else args.context
-    with ExitStack() as stack:
-        bar = partial(tqdm, desc=f"rows for {Path(args.model).name}", unit="round", file=sys.stderr)
-        record = calibrate_rows(
-            args.model,
-            Models(loaded.model, loaded.params),
-            texts,
-            method,
-            args.out,
-            context=context,
-            rounds=args.rounds,
-            progress=lambda rounds: stack.enter_context(bar(rounds, total=args.rounds * len(texts))),
-        )
+    bar = partial(tqdm, desc=f"rows for {Path(args.model).name}", unit="round", file=sys.stderr)
+    record = calibrate_rows(
+        args.model,
+        Models(loaded.model, loaded.params),
+        texts,
+        method,
+        args.out,
+        context=context,
+        rounds=args.rounds,
+        progress=partial(bar, total=args.rounds * len(texts)),
+    )
     if args.plot is not None:
         plot_rows(args.plot, record)
     shares, equal, least = record["shares"], record["overlap_of_equal_rows"], min(record["overlap"])

@@ -97,9 +97,7 @@ def _tune(args: argparse.Namespace) -> int:
         method = build_method(spec)
         rounds = min(ROUNDS, args.context // (2 * (method.num_draft + 1)) - 1)
         prompts = np.asarray(runs.request.prompt)[:ROWS, : args.context]
-        # row by row, so that the cache is a small one beside that of the measured runs
-        found = [overlap for row in prompts for overlap in overlaps(runs.models, [row], method, rounds)]
-        return shares_of(np.mean(found, axis=0))
+        return shares_of(np.mean(list(overlaps(runs.models, prompts, method, rounds)), axis=0))
 
     def plans(spec: dict[str, Any]) -> list[dict[str, Any]]:
         # more tokens than plans are judged on while decoding, where they cost time

@@ -231,11 +231,12 @@ def read_selection(text: str) -> Method:
     Raises:
         ValueError: another name, an option that the method does not have, or a value outside its range.
     """
-    name, options = parse_text(text, _selection_named)
+    name, options = parse_text(text, selection_named)
     return SELECTIONS[name](**options)
 
 
-def _selection_named(name: str) -> type[Method]:
+def selection_named(name: str) -> type[Method]:
+    """The method that selects rows under a name; raises ValueError if there is none."""
     if name not in SELECTIONS:
         raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {name!r}")
     return SELECTIONS[name]

@@ -9,10 +9,10 @@ from jaxspec.drafting import self_draft
 from jaxspec.methods.base import Method, Models, draft_sampling_option, num_draft_option, option
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import Sampling
-from jaxspec.selection import layer_budgets, layer_width, top_rows
+from jaxspec.selection import buffer_width, layer_budgets, top_rows
 from jaxspec.types import Array, Collect, DecodeState, Draft, ForwardOut, KVCache, KVSelection, Verdict
 
-SHARES = "0.001..16"  # of the budget, in one layer
+LEAST_SHARE, MOST_SHARE = 0.001, 16  # of the budget, in one layer
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Vegas(Method):
         if isinstance(shares, str):
             object.__setattr__(self, "layer_shares", read_layer_shares(shares) if shares else "")
         elif not isinstance(shares, tuple) or not all(map(_is_share, shares)):
-            raise ValueError(f"Vegas layer_shares must be a tuple of numbers in {SHARES}, got {shares!r}")
+            allowed = f"a tuple of numbers in {LEAST_SHARE}..{MOST_SHARE}"
+            raise ValueError(f"Vegas layer_shares must be {allowed}, got {shares!r}")
         elif not shares:
             object.__setattr__(self, "layer_shares", "")
 
@@ -105,7 +106,7 @@ class Vegas(Method):
         shares = self.layer_shares or (1.0,)
         k = layer_budgets(self.rho, self.min_keep, shares, length, valid)
         k = jnp.broadcast_to(k, scores.shape[:2])
-        width = layer_width(self.rho, self.min_keep, shares, scores.shape[-1])
+        width = buffer_width(self.rho, self.min_keep, scores.shape[-1], shares)
         # rounded as everything else of a 16-bit model is, which halves the passes of the selection
         if models.params["embedding"].dtype.itemsize == 2:
             scores = scores.astype(jnp.bfloat16)
@@ -127,9 +128,10 @@ def read_layer_shares(path: str) -> tuple[float, ...]:
         raise ValueError(f"{path}: shares must be a list of numbers, got {shares!r}")
     for layer, share in enumerate(shares):
         if not _is_share(share):
-            raise ValueError(f"{path}: shares must be numbers in {SHARES}, got {share!r} for layer {layer}")
+            allowed = f"numbers in {LEAST_SHARE}..{MOST_SHARE}"
+            raise ValueError(f"{path}: shares must be {allowed}, got {share!r} for layer {layer}")
     return tuple(shares)
 
 
 def _is_share(share: object) -> bool:
-    return isinstance(share, int | float) and not isinstance(share, bool) and 0.001 <= share <= 16
+    return isinstance(share, int | float) and not isinstance(share, bool) and LEAST_SHARE <= share <= MOST_SHARE

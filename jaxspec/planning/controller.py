@@ -86,7 +86,10 @@ def replan(method: "KnapSpec", run: Run) -> "tuple[KnapSpec, DecodeState]":
 
 def planned(method: "KnapSpec", run: Run) -> Planned:
     """What a search finds in the present state of a run."""
-    memory = _begin(method, run)
+    return _found(method, run, _begin(method, run))
+
+
+def _found(method: "KnapSpec", run: Run, memory: _Memory) -> Planned:
     return plan(*_arguments(run), memory.profile, memory.options, selection=_selection(method, run))
 
 
@@ -137,7 +140,7 @@ def _consider(method: "KnapSpec", run: Run, memory: _Memory, searches: bool, acc
 
 def _search(method: "KnapSpec", run: Run, memory: _Memory) -> tuple[Candidate, ...]:
     """The frontier; none where selected rows are so unlike all of them that even skipping nothing was dropped."""
-    found = plan(*_arguments(run), memory.profile, memory.options, selection=_selection(method, run))
+    found = _found(method, run, memory)
     memory.weights = found.weights
     memory.base = next((candidate.alpha for candidate in found.frontier if not candidate.weight), 0.0)
     return found.frontier if memory.base else ()

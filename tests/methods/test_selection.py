@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.selection import budget, buffer_width, layer_budgets, layer_width, sink_and_recent_rows, top_rows
+from jaxspec.selection import budget, buffer_width, layer_budgets, sink_and_recent_rows, top_rows
 
 
 @pytest.mark.parametrize("rho", ["0.01", "0.02", "0.05", "0.07", "0.15", "0.3", "0.9", "1"])
@@ -25,8 +25,8 @@ def test_budgets_of_layers_are_exact():
     equal = np.maximum(-(-length // 20), 256)
     for share, found in zip(shares, k, strict=True):
         np.testing.assert_array_equal(found, np.minimum(-(-round(1000 * share) * equal // 1000), length - 1))
-    assert k.max() <= layer_width(0.05, 256, shares, 1 << 20) <= 1 << 20
-    assert layer_width(0.05, 256, (0.5, 1.5), 1000) == 384
+    assert k.max() <= buffer_width(0.05, 256, 1 << 20, shares) <= 1 << 20
+    assert buffer_width(0.05, 256, 1000, (0.5, 1.5)) == 384
 
 
 def test_buffer_never_exceeds_the_cache():
